@@ -20,8 +20,8 @@ _OLD = 2  # Middle collections per full collection.
 _MOST_OLD = 50_000  # Survivors of a full collection above which they are frozen.
 # Memory blocks above the number at the start, below which all objects are collected again. Most
 # objects have one or two blocks.
-_FEW = 100_000
-_KEPT_S = 3600.0  # Seconds of doubled memory after which all objects are collected again.
+_SMALL_BLOCKS = 100_000
+_DOUBLED_S = 3600.0  # Seconds of doubled memory after which all objects are collected again.
 
 
 class Collector:
@@ -43,7 +43,7 @@ class Collector:
         self._young = young
         self._most_old = most_old
         self._num_blocks = num_blocks
-        self._few = self._base = 0  # Memory blocks.
+        self._small = self._base = 0  # Memory blocks.
         self._has_frozen = False  # Objects were frozen since the last visit of all objects.
         self._large_since: float | None = None
         self._is_due = False
@@ -53,9 +53,9 @@ class Collector:
         """Freeze all current objects. Most belong to modules, which stay."""
         self._collect_all()
         self._has_frozen = True  # The replay of a journal has frozen its objects.
-        self._few = self._base + _FEW
+        self._small = self._base + _SMALL_BLOCKS
         gc.set_threshold(self._young, _MIDDLE, _OLD)
-        gc.callbacks.append(self._after)
+        gc.callbacks.append(self._on_gc)
         return self
 
     def __exit__(
@@ -64,29 +64,29 @@ class Collector:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        gc.callbacks.remove(self._after)
+        gc.callbacks.remove(self._on_gc)
         gc.set_threshold(*self._thresholds)
         gc.unfreeze()
 
-    def _after(self, phase: str, info: dict[str, Any]) -> None:
+    def _on_gc(self, phase: str, info: dict[str, Any]) -> None:
         """Callback of `gc`, at the start and the stop of each collection, in any thread."""
         if phase == "start" or info["generation"] == 0:
             return
         if info["generation"] == 2 and len(gc.get_objects(generation=2)) > self._most_old:
             gc.freeze()
             self._has_frozen = True
-        if self._has_frozen and not self._is_due and self._is_worth_it():
+        if self._has_frozen and not self._is_due and self._should_collect_all():
             self._is_due = True  # A collection cannot begin inside the callback of another.
             self._call_soon(self._collect_all)
 
-    def _is_worth_it(self) -> bool:
+    def _should_collect_all(self) -> bool:
         size, now = self._num_blocks(), self._clock.now()
         if size < 2 * self._base:
             self._large_since = None
         elif self._large_since is None:
             self._large_since = now
-        is_kept = self._large_since is not None and now - self._large_since >= _KEPT_S
-        return is_kept or size <= self._few
+        is_kept = self._large_since is not None and now - self._large_since >= _DOUBLED_S
+        return is_kept or size <= self._small
 
     def _collect_all(self) -> None:
         gc.unfreeze()

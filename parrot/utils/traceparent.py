@@ -60,7 +60,7 @@ class SessionSpans:
             raise ValueError(f"session {self.session_id} is not sampled")
         return TraceParent(self.trace_id, f"{self._base:016x}")
 
-    def told(self, caller: str, task_id: int) -> str:
+    def header(self, caller: str, task_id: int) -> str:
         """The `traceparent` header for the engine that runs a task: `str` of `task`, or empty.
         Optimized, because each traced call needs one."""
         if not caller:

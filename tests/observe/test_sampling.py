@@ -84,7 +84,7 @@ def test_spans_of_a_session_have_ids_of_their_own(
     spans, again = (SessionSpans(trace_id, session_id) for _ in range(2))
     callers = ["", str(TraceParent(other, CALLER))]
     made = [spans.task(caller, task) for caller in callers for task in tasks]
-    told = [again.told(caller, task) for caller in callers for task in tasks]
+    told = [again.header(caller, task) for caller in callers for task in tasks]
     assert told == [str(span) for span in made]
     assert len({spans.session, *made}) == 1 + len(set(callers)) * len(tasks) or trace_id == other
 
@@ -92,10 +92,10 @@ def test_spans_of_a_session_have_ids_of_their_own(
 def test_a_session_that_is_not_sampled_has_spans_only_where_a_caller_has() -> None:
     spans = SessionSpans("", 1)
     unsampled = TraceParent(new_trace_id(), CALLER, False)
-    assert spans.told("", 1) == ""
-    assert spans.told(str(unsampled), 2).endswith("-00")
+    assert spans.header("", 1) == ""
+    assert spans.header(str(unsampled), 2).endswith("-00")
     assert not spans.is_joined
-    assert spans.told(str(unsampled._replace(is_sampled=True)), 3).endswith("-01")
+    assert spans.header(str(unsampled._replace(is_sampled=True)), 3).endswith("-01")
     assert spans.is_joined
     with pytest.raises(ValueError, match="not sampled"):
         _ = spans.session

@@ -435,7 +435,7 @@ class SessionGraph:
         for task in tasks:
             task.times.submitted = now
             caller = task.options.traceparent
-            task.traceparent = caller if spans is None else spans.told(caller, task.id)
+            task.traceparent = caller if spans is None else spans.header(caller, task.id)
         for task in tasks:
             self.propagation.add_task(task)
         for draft in drafts:
