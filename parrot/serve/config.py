@@ -283,10 +283,12 @@ class CoreConfig(ConfigModel):
         description="Serve the web page under `/ui/`. Visitors need the key of the page, or an "
         "API key for their own sessions.",
     )
-    global_scheduler: GlobalSchedulerConfig = GlobalSchedulerConfig()
-    connections: ConnectionLimits = ConnectionLimits()
-    session_quota: SessionQuota = SessionQuota()
-    tenant_quota: TenantQuota = TenantQuota()
+    global_scheduler: GlobalSchedulerConfig = Field(
+        GlobalSchedulerConfig(), description="Order and placement of calls."
+    )
+    connections: ConnectionLimits = Field(ConnectionLimits(), description="Limits of connections.")
+    session_quota: SessionQuota = Field(SessionQuota(), description="Limits of one session.")
+    tenant_quota: TenantQuota = Field(TenantQuota(), description="Limits of one tenant.")
     max_body_size: Count = Field(
         32 * 2**20, description="Maximum size of a request body in bytes. Larger ones get 413."
     )

@@ -181,7 +181,7 @@ Amount = Annotated[float, Field(ge=0, le=1e6)]
 class ServerPlace(ConfigModel):
     """Node resources of a server."""
 
-    num_cpus: Amount = 1.0
+    num_cpus: Amount = Field(1.0, description="CPUs of one server.")
     resources: dict[str, Amount] = Field(
         {}, max_length=64, description="Custom resources of Ray: a server runs where they are."
     )
@@ -195,7 +195,7 @@ class EnginePlace(ServerPlace):
         description="GPUs of one engine. null: `instance.tensor_parallel`, and 0 for engines "
         "without a GPU.",
     )
-    scaling: Scaling = Scaling()
+    scaling: Scaling = Field(Scaling(), description="Number of engines, and when it changes.")
 
 
 @dataclass(frozen=True, slots=True)
