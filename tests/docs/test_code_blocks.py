@@ -62,7 +62,7 @@ def tidy_up(scope: dict[str, Any]) -> None:
     for value in scope.values():
         if type(value).__name__ == "VirtualMachine" and value.session_registered:
             value.unset_global_env()
-        elif type(value).__name__ == "OpenAI":
+        elif type(value).__name__ in ("Anthropic", "OpenAI"):
             value.close()
 
 
