@@ -264,9 +264,9 @@ class Activation:
                 continue
             demand = self._count_demand(task)
             # A crash may have settled some outputs. The task runs again for the others.
-            is_torn = any(output.is_settled for output in task.outputs)
+            is_partial = any(output.is_settled for output in task.outputs)
             counted = task.demand, task.reader_demand
-            assert is_torn or counted == demand, (task, counted, demand)
+            assert is_partial or counted == demand, (task, counted, demand)
             assert task.is_wanted == (task.objective is not None), task
             assert task.is_wanted == (task in self._remaining), task
             assert task.is_started == (task.is_wanted and not task.missing), task
@@ -550,9 +550,9 @@ class Propagation:
 
     def _finish(self, task: Task, output: SemanticVariable) -> None:
         """Finish the task if all its outputs are settled. `output`: the output settled last."""
-        if task.is_ended or not all(variable.is_settled for variable in task.outputs):
+        if task.is_end_handled or not all(variable.is_settled for variable in task.outputs):
             return
-        task.is_ended = True
+        task.is_end_handled = True
         if not task.is_finished:
             has_failed = output.error is not None
             task.state = CompletionState.FAILED if has_failed else CompletionState.DONE

@@ -248,7 +248,7 @@ def _is_cyclic(task: Task) -> bool:
     # The usual case: the outputs of a new task have no consumers.
     if not any(output.consumers for output in task.outputs):
         return False
-    return _either_finds(_search([task], {task}, down=True), _search([task], {task}, down=False))
+    return _first_result(_search([task], {task}, down=True), _search([task], {task}, down=False))
 
 
 def _are_connected(new: Set[Task]) -> bool:
@@ -258,10 +258,10 @@ def _are_connected(new: Set[Task]) -> bool:
     for down in (True, False):
         nearest = {other for task in new for other in _neighbours(task, down=down)}
         sides.append(_search(nearest - new, new, down=down))
-    return _either_finds(*sides)
+    return _first_result(*sides)
 
 
-def _either_finds(*searches: Iterator[bool]) -> bool:
+def _first_result(*searches: Iterator[bool]) -> bool:
     """Run the searches in turns. Returns the result of the first search that ends."""
     while True:
         for search in searches:
@@ -296,19 +296,19 @@ def _neighbours(task: Task, *, down: bool) -> Iterator[Task]:
 
 def _cycle(start: Task) -> list[SemanticVariable]:
     """The variables along a shortest cycle through `start`. `start` must be part of a cycle."""
-    came_by: dict[Task, SemanticVariable] = {}
+    reached_by: dict[Task, SemanticVariable] = {}
     queue = [start]
     for task in queue:
         for output in task.outputs:
             for consumer in output.consumers:
-                if consumer not in came_by:
-                    came_by[consumer] = output
+                if consumer not in reached_by:
+                    reached_by[consumer] = output
                     queue.append(consumer)
-        if start in came_by:
+        if start in reached_by:
             break
-    path = [came_by[start]]
+    path = [reached_by[start]]
     while (producer := path[-1].producer) is not start:
         assert producer is not None, path
-        path.append(came_by[producer])
+        path.append(reached_by[producer])
     path.reverse()
     return path

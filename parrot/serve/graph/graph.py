@@ -247,7 +247,7 @@ class SessionGraph:
         for index, request in enumerate(requests):
             with naming_call(index, request.func_name):
                 draft = self._draft(request, new)
-                _claim(draft, made)
+                _add_outputs(draft, made)
             drafts.append(draft)
         tasks = link_all([task for draft in drafts for task in draft.call.tasks])
         for variable in variables:
@@ -414,7 +414,7 @@ class SessionGraph:
         for parameter in parameters:
             if parameter.var_id is not None:
                 variable = new.get(parameter.var_id) or self.variables.get(parameter.var_id)
-                bound[parameter.name] = _required(variable, parameter)
+                bound[parameter.name] = _checked(variable, parameter)
             else:
                 bound[parameter.name] = self.new_variable(parameter.name, parameter.value)
         outputs = [bound[parameter.name] for parameter in parameters if parameter.is_output]
@@ -456,7 +456,7 @@ def naming_call(index: int, func_name: str | None) -> Iterator[None]:
         raise type(error)(f"call {index}{name}: {error.message}", param=param) from None
 
 
-def _required(variable: SemanticVariable | None, parameter: CallParameter) -> SemanticVariable:
+def _checked(variable: SemanticVariable | None, parameter: CallParameter) -> SemanticVariable:
     """Return the variable of a parameter. Raises an error if the parameter cannot use it."""
     name = parameter.name
     if variable is None:
@@ -474,7 +474,7 @@ def _require_unset(variable: SemanticVariable, name: str) -> None:
         raise Conflict(f"the variable of output `{name}` has a producer", param=name)
 
 
-def _claim(draft: _Draft, made: set[SemanticVariable]) -> None:
+def _add_outputs(draft: _Draft, made: set[SemanticVariable]) -> None:
     """Add the outputs of the call to `made`. Raises `Conflict` if another call of the same request
     makes one of them."""
     for task in draft.call.tasks:

@@ -179,7 +179,7 @@ class SemanticVariable:
         """Wait until the variable is settled. Returns the value, or raises the error. The caller
         handles timeouts and removes its reader."""
         while not self.is_settled:
-            await self._changed()
+            await self._wait_for_change()
         return self.result()
 
     def result(self) -> str:
@@ -201,7 +201,7 @@ class SemanticVariable:
             elif self.is_settled:
                 return
             else:
-                await self._changed()
+                await self._wait_for_change()
 
     def _settle(self, state: VariableState) -> None:
         self.state = state
@@ -216,7 +216,7 @@ class SemanticVariable:
             if not watcher.done():
                 watcher.set_result(None)
 
-    async def _changed(self) -> None:
+    async def _wait_for_change(self) -> None:
         watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._watchers.append(watcher)
         try:
@@ -376,7 +376,7 @@ class Node:
     allows_background: bool = True  # The task may run without a reader.
     in_background: bool = False  # The program demands the task in the background.
     is_started: bool = False  # The dispatcher or the sandbox has the task.
-    is_ended: bool = False  # The end of the task was handled.
+    is_end_handled: bool = False  # The end of the task was handled.
     traceparent: str = ""  # The task's span, or the caller's. Empty: the task is not traced.
 
     # Deduced fields. They are valid while the task is wanted. See `deduce`.

@@ -92,7 +92,7 @@ class Counters:
         """A queued task was removed and will not run."""
         account = self._accounts[tenant]
         self._leave_queue(tenant, account)
-        self._forget(tenant, account)
+        self._remove_if_inactive(tenant, account)
 
     def charge(self, tenant: str, service_s: float) -> None:
         """A queued task was placed, with a predicted service of `service_s` engine seconds."""
@@ -113,7 +113,7 @@ class Counters:
             if len(self._accounts) > 1 and account.counter < self._waiting.key(tenant):
                 self._waiting.set(tenant, account.counter)
         elif not account.num_charged:
-            self._forget(tenant, account)
+            self._remove_if_inactive(tenant, account)
 
     def _start_sharing(self) -> None:
         ((tenant, account),) = self._accounts.items()
@@ -136,7 +136,7 @@ class Counters:
             self._waiting.set(tenant, counter)
         return self._floor
 
-    def _forget(self, tenant: str, account: _Account) -> None:
+    def _remove_if_inactive(self, tenant: str, account: _Account) -> None:
         if not account.num_queued and not account.num_charged:
             del self._accounts[tenant]
             self._weight = self._weight - account.weight if self._accounts else 0.0
@@ -223,7 +223,7 @@ class FairQueue:
         if tenant is not None and (queue := self._queues.get(tenant)) is not None:
             queue.touch(group)
 
-    def settled(self, tenant: str) -> None:
+    def counter_shrank(self, tenant: str) -> None:
         """The tenant's counter has shrunk."""
         if tenant in self._tenants:
             counter = self._counters.counter(tenant)
@@ -418,7 +418,7 @@ class Fairness:
         self.counters.settle(task.tenant, actual_s - charge.service_s)
         for queue in self._queues.values() if actual_s < charge.service_s else ():
             assert isinstance(queue, FairQueue), queue
-            queue.settled(task.tenant)
+            queue.counter_shrank(task.tenant)
 
     def tenant_of(self, session_id: int) -> str | None:
         """The tenant of a session. None: the session has had no task."""

@@ -198,7 +198,7 @@ class EngineLoad:
 
     def outlook(self, now: float) -> Outlook:
         if self._outlook is None or self.since != now:
-            self._advance(now)
+            self._update_averages(now)
             remaining_s = max(0.0, self.weighted_end / self.weight - now) if self.num_tasks else 0.0
             usual_step_s = self.costs.decode_step_s(self.usual_tasks, self.usual_read)
             # Prompts of other tasks take part of the time and so lengthen the steps.
@@ -216,9 +216,9 @@ class EngineLoad:
     def place(self, task: CompletionTask, to_compute: int, now: float) -> None:
         """Add the task to the load and notify the listeners. `to_compute`: its uncached prompt
         tokens."""
-        self._advance(now)
+        self._update_averages(now)
         new_prompt = self.index.running.add(task, self.id)
-        self._book(task, new_prompt, 1)
+        self._add_counts(task, new_prompt, 1)
         prefill_s = to_compute * self.costs.prefill_s
         self.prefill_until = max(self.prefill_until, now) + prefill_s
         decode_s = task.expected_output * self.step_s
@@ -241,8 +241,8 @@ class EngineLoad:
 
     def release(self, task: CompletionTask, now: float) -> None:
         """Remove the task from the load, add its service to the task and notify the listeners."""
-        self._advance(now)
-        self._book(task, self.index.running.remove(task, self.id), -1)
+        self._update_averages(now)
+        self._add_counts(task, self.index.running.remove(task, self.id), -1)
         charge = self.tasks.pop(task)
         self.weight -= charge.weight
         self.weighted_end -= charge.weight * charge.end
@@ -266,13 +266,13 @@ class EngineLoad:
         weighted_end = sum(c.weight * c.end for c in charges)
         assert isclose(self.weighted_end, weighted_end, rel_tol=1e-6, abs_tol=1e-6), self.id
 
-    def _book(self, task: CompletionTask, prompt: int, sign: int) -> None:
+    def _add_counts(self, task: CompletionTask, prompt: int, sign: int) -> None:
         self.num_tasks += sign
         self.num_latency += sign * task.is_latency
         self.num_tokens += sign * (prompt + self.reserved_output(task))
         self.num_read += sign * (prompt + task.expected_output // 2)
 
-    def _advance(self, now: float) -> None:
+    def _update_averages(self, now: float) -> None:
         """Update the averages up to `now`. The load was constant since the last call."""
         self._outlook = None
         if now == self.since:
@@ -495,22 +495,22 @@ class LoadIndex:
 
     def members(self, models: Models) -> Iterator[EngineLoad]:
         """Yield the engines, in the order in which they joined each pool."""
-        for pool in self._of(models):
+        for pool in self._pools_for(models):
             yield from pool.members.values()
 
     def num_members(self, models: Models) -> int:
-        return sum([len(pool.members) for pool in self._of(models)])
+        return sum([len(pool.members) for pool in self._pools_for(models)])
 
     def num_open(self, models: Models) -> int:
         """Number of engines with a free slot."""
-        return sum([len(pool.open) for pool in self._of(models)])
+        return sum([len(pool.open) for pool in self._pools_for(models)])
 
     def pace(self, models: Models) -> Pace:
         """The average speed of the engines under their present load."""
         known = [self._costs[model] for model in models or self._costs if model in self._costs]
         costs = known[0] if known else _USUAL_COSTS
         alone_s = costs.decode_step_s(1, 0)
-        pools = self._of(models)
+        pools = self._pools_for(models)
         num_members = sum([len(pool.members) for pool in pools])
         steps_s = sum([pool.step_s for pool in pools])
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
@@ -518,7 +518,7 @@ class LoadIndex:
     def lacking(self, task: CompletionTask) -> frozenset[str]:
         """The features that the task needs and the best engine does not have. Empty if an engine
         may have all of them, or if the task's models have no engine."""
-        known = [features for pool in self._of(task.models) for features in pool.max_lens]
+        known = [features for pool in self._pools_for(task.models) for features in pool.max_lens]
         lacking = [frozenset() if f is None else task.needs - f for f in known]
         return min(lacking, key=len, default=frozenset())
 
@@ -545,7 +545,7 @@ class LoadIndex:
         """The longest accepted sequence, in tokens, for each set of features that is eligible: sets
         with all needed features, else unknown features, else all sets."""
         grades: list[dict[Features, int]] = [{}, {}, {}]
-        for pool in self._of(task.models):
+        for pool in self._pools_for(task.models):
             for features, max_len in pool.max_lens.items():
                 grade = 1 if features is None else 0 if task.needs <= features else 2
                 grades[grade][features] = max(grades[grade].get(features, 0), max_len)
@@ -557,7 +557,7 @@ class LoadIndex:
         """For each of the task's models, the `count` least loaded engines that accept the task, in
         no particular order. `full`: among the engines without a free slot."""
         found: list[EngineLoad] = []
-        for pool in self._of(task.models):
+        for pool in self._pools_for(task.models):
             engines = pool.full if full else pool.open
             wanted, num_all = count, len(engines)
             while True:
@@ -569,7 +569,7 @@ class LoadIndex:
             found += [pool.members[i] for i in fitting[:count]]
         return found
 
-    def _of(self, models: Models) -> list[_Pool]:
+    def _pools_for(self, models: Models) -> list[_Pool]:
         if not models:
             pool = self._pools.get(_ANY_MODEL)
             return [] if pool is None else [pool]

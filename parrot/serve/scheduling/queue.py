@@ -221,7 +221,7 @@ class CriticalPath(ByApplication):
         self._started_at = clock.now()
         self._deadlines: Deadlines | None = None  # Created for the first task with a deadline.
         self._running = RunningApps(lambda task: self.group_key(self.group(task)))
-        self._placed_s: dict[CompletionTask, float] = {}
+        self._predicted_s: dict[CompletionTask, float] = {}
 
     def group(self, task: CompletionTask) -> tuple[int, bool]:
         if task.deadline is not None and self._is_urgent(task):
@@ -264,7 +264,7 @@ class CriticalPath(ByApplication):
         return self._running.count_ahead(task, engine_id)
 
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
-        self._placed_s[task] = charge.duration_s
+        self._predicted_s[task] = charge.duration_s
         self._running.add(task, engine_id)
         if self._deadlines is not None:
             self._deadlines.discard(task)
@@ -276,7 +276,7 @@ class CriticalPath(ByApplication):
 
     def ended(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
-        self._accounts[session_id].served_s += self._placed_s.pop(task, 0.0)
+        self._accounts[session_id].served_s += self._predicted_s.pop(task, 0.0)
         self._running.mark_stale(session_id)
         super().ended(task)
         if self._deadlines is not None:

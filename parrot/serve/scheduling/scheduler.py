@@ -94,12 +94,12 @@ class Scheduler:
         if self._fairness is None and task.tenant != self._first_tenant:
             self._add_tenant(task.tenant)
         self._order.arrived(task)
-        self._enter(task)
+        self._enqueue(task)
 
     def remove(self, task: CompletionTask) -> None:
         """Remove a queued task, which will not run."""
         self._pull(task)
-        self._leave(task)
+        self._drop(task)
 
     def update(self, task: CompletionTask) -> None:
         """Sort a queued task again after its objective has changed."""
@@ -118,7 +118,7 @@ class Scheduler:
         self._unload(task, engine_id)
         task.refresh()
         self._order.updated(task)
-        self._enter(task)
+        self._enqueue(task)
 
     def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
         """See `OrderPolicy.update_remaining_work`."""
@@ -155,15 +155,15 @@ class Scheduler:
         self._placer.new_round()
         now = self._clock.now()
         placements: list[Placement] = []
-        while (first := _first(queues)) is not None:
+        while (first := _next_task(queues)) is not None:
             queue, task = first
             try:
-                choice = self._find_place(queue, task, now)
+                choice = self._find_engine(queue, task, now)
             except Exception:
                 logger.exception("no engine could be chosen for call %d", task.completion.id)
                 queue.remove(task)
                 self._placer.unqueued(task)
-                self._leave(task)
+                self._drop(task)
                 self._failed.append(task)
                 continue
             if choice is not None:
@@ -216,7 +216,7 @@ class Scheduler:
             self._fairness.check_integrity(queued)
         self.engines.check_integrity()
 
-    def _find_place(
+    def _find_engine(
         self, queue: "TaskQueue | FairQueue", task: CompletionTask, now: float
     ) -> Choice | None:
         """The engine for the queue's next task. None: the task was skipped or its group held."""
@@ -281,12 +281,12 @@ class Scheduler:
 
         self._fairness = Fairness(self.weigh, self._order, self.engines, self._queues)
 
-    def _enter(self, task: CompletionTask) -> None:
+    def _enqueue(self, task: CompletionTask) -> None:
         if self._fairness is not None:
             self._fairness.queued(task)
         self._push(task)
 
-    def _leave(self, task: CompletionTask) -> None:
+    def _drop(self, task: CompletionTask) -> None:
         """Forget a task that was removed from its queue and will not run."""
         if self._fairness is not None:
             self._fairness.counters.unqueued(task.tenant)
@@ -373,7 +373,7 @@ def _decision(task: CompletionTask, choice: Choice, now: float) -> Decision:
     )
 
 
-def _first(
+def _next_task(
     queues: "Sequence[TaskQueue | FairQueue]",
 ) -> "tuple[TaskQueue | FairQueue, CompletionTask] | None":
     """The next task of all queues, and its queue."""
