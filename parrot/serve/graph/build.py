@@ -134,9 +134,10 @@ def _check_system(request: SemanticCallRequest) -> None:
     if request.system is None:
         return
     if not request.chat:
-        raise InvalidRequest("only a chat has a system message", param="system")
+        raise InvalidRequest("`system` needs `chat: true`", param="system")
     if request.successor_of is not None:
-        raise InvalidRequest("the chat that the call continues has begun", param="system")
+        message = "`system` belongs to the first call of a chat, and this call continues one"
+        raise InvalidRequest(message, param="system")
 
 
 def _check_output_place(name: str, filled: set[str], *, has_text: bool) -> None:

@@ -70,7 +70,7 @@ class IdempotentResponses:
             return None
         fingerprint, response = self._answers[key]
         if fingerprint != _fingerprint(request):
-            raise Conflict("the idempotency key was used for another request")
+            raise Conflict("the idempotency key was used for another request; send a new key")
         assert isinstance(response, kind)
         return response
 
@@ -419,7 +419,7 @@ class SessionGraph:
                 bound[parameter.name] = self.new_variable(parameter.name, parameter.value)
         outputs = [bound[parameter.name] for parameter in parameters if parameter.is_output]
         if len(set(outputs)) < len(outputs):
-            raise InvalidRequest("two outputs name the same variable")
+            raise InvalidRequest("two outputs have the same variable; give each its own")
         return bound
 
     def _add(self, drafts: Iterable[_Draft], tasks: Iterable[Task]) -> None:
@@ -471,7 +471,7 @@ def _require_unset(variable: SemanticVariable, name: str) -> None:
     if variable.is_settled:
         raise AlreadySet(f"the variable of output `{name}` is already set", param=name)
     if variable.producer is not None:
-        raise Conflict(f"the variable of output `{name}` has a producer", param=name)
+        raise Conflict(f"the variable of output `{name}` is the output of a call", param=name)
 
 
 def _add_outputs(draft: _Draft, made: set[SemanticVariable]) -> None:
@@ -557,7 +557,7 @@ def _resolved(
     var_id = parameter.var_id
     if parameter.var is not None:
         if parameter.var not in variables:
-            raise _error(f"nothing in the request declares `{parameter.var}`", where)
+            raise _error(f"the request does not declare `{parameter.var}`", where)
         var_id = variables[parameter.var].id
     return CallParameter(
         name=parameter.name,

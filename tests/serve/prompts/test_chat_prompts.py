@@ -234,10 +234,10 @@ async def test_a_model_without_a_system_role_says_so() -> None:
 
 def test_a_system_message_needs_a_chat_that_begins() -> None:
     graph = make_graph()
-    with pytest.raises(InvalidRequest, match="only a chat"):
+    with pytest.raises(InvalidRequest, match="needs `chat: true`"):
         graph.submit(semantic("Hi {{y}}", made("y"), system="Be brief."))
     first = graph.submit(semantic("Hi {{y}}", made("y"), chat=True, system="Be brief."))
-    with pytest.raises(InvalidRequest, match="has begun"):
+    with pytest.raises(InvalidRequest, match="first call of a chat"):
         graph.submit(
             semantic("And {{y}}", made("y"), chat=True, system="!", successor_of=first.request_id)
         )
