@@ -44,8 +44,8 @@ class _Ranked(ByApplication):
     def placed(self, task: CompletionTask, engine_id: int, charge: Charge) -> None:
         self._accounts[task.completion.session_id].served_s += charge.duration_s
 
-    def ended(self, task: CompletionTask) -> None:
-        super().ended(task)
+    def finished(self, task: CompletionTask) -> None:
+        super().finished(task)
         self._places.pop(task.completion.session_id, None)
 
 

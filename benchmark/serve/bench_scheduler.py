@@ -99,7 +99,7 @@ def time_placements(
         running[position], running[-1] = running[-1], running[position]
         ended = running.pop()
         started = time.process_time()
-        scheduler.ended(ended.task, ended.engine_id)
+        scheduler.finished(ended.task, ended.engine_id)
         session_id = ended.task.completion.session_id
         remaining[session_id] -= 1
         scheduler.update_remaining_work(session_id, float(remaining[session_id]))

@@ -363,7 +363,7 @@ class Dispatcher:
         self._runs.add(run)
         if self._was_restored or run.stats.engine_name is not None:
             self._returning.run_queued(run)
-        if lacking := self._scheduler.engines.lacking(run):
+        if lacking := self._scheduler.engines.missing_features(run):
             self._runs.fail(run, _unsupported(run.models, min(lacking)))
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:

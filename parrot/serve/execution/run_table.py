@@ -274,7 +274,7 @@ class RunTable:
             if run.state is RunState.QUEUED:
                 scheduler.requeue(run, attempt.engine.id)
             else:
-                scheduler.ended(run, attempt.engine.id)
+                scheduler.finished(run, attempt.engine.id)
         elif run.state is RunState.QUEUED:
             scheduler.add(run)
         elif before is RunState.QUEUED:

@@ -515,7 +515,7 @@ class LoadIndex:
         steps_s = sum([pool.step_s for pool in pools])
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
-    def lacking(self, task: CompletionTask) -> frozenset[str]:
+    def missing_features(self, task: CompletionTask) -> frozenset[str]:
         """The features that the task needs and the best engine does not have. Empty if an engine
         may have all of them, or if the task's models have no engine."""
         known = [features for pool in self._pools_for(task.models) for features in pool.max_lens]

@@ -93,9 +93,9 @@ class OrderPolicy:
     def released(
         self, task: CompletionTask, engine_id: int, charge: Charge, actual_s: float
     ) -> None:
-        """A placed task has left this engine. `ended` or `updated` follows."""
+        """A placed task has left this engine. `finished` or `updated` follows."""
 
-    def ended(self, task: CompletionTask) -> None:
+    def finished(self, task: CompletionTask) -> None:
         """The task has finished, failed or been cancelled, queued or placed."""
 
     def count_ahead(self, task: CompletionTask, engine_id: int) -> tuple[int, int]:
@@ -141,7 +141,7 @@ class ByApplication(OrderPolicy):
     def arrived(self, task: CompletionTask) -> None:
         self._account(task.completion.session_id).num_tasks += 1
 
-    def ended(self, task: CompletionTask) -> None:
+    def finished(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
         account = self._accounts[session_id]
         account.num_tasks -= 1
@@ -274,11 +274,11 @@ class CriticalPath(ByApplication):
     ) -> None:
         self._running.discard(task, engine_id)
 
-    def ended(self, task: CompletionTask) -> None:
+    def finished(self, task: CompletionTask) -> None:
         session_id = task.completion.session_id
         self._accounts[session_id].served_s += self._predicted_s.pop(task, 0.0)
         self._running.mark_stale(session_id)
-        super().ended(task)
+        super().finished(task)
         if self._deadlines is not None:
             self._deadlines.discard(task)
 

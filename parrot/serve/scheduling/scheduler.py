@@ -108,10 +108,10 @@ class Scheduler:
         self._order.updated(task)
         self._push(task)
 
-    def ended(self, task: CompletionTask, engine_id: int) -> None:
+    def finished(self, task: CompletionTask, engine_id: int) -> None:
         """A placed task has finished, failed or been cancelled."""
         self._unload(task, engine_id)
-        self._order.ended(task)
+        self._order.finished(task)
 
     def requeue(self, task: CompletionTask, engine_id: int) -> None:
         """Queue a placed task again. It keeps its arrival time."""
@@ -290,7 +290,7 @@ class Scheduler:
         """Forget a task that was removed from its queue and will not run."""
         if self._fairness is not None:
             self._fairness.counters.unqueued(task.tenant)
-        self._order.ended(task)
+        self._order.finished(task)
 
     def _push(self, task: CompletionTask) -> None:
         queue = self._queues.get(task.models)

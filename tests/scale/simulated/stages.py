@@ -27,7 +27,7 @@ STAGES: dict[str, dict[type, tuple[str, ...]]] = {
     "submit": {ServeCore: ("submit_call", "create_var")},
     "graph": {Activation: ("add_reader", "add_producer", "input_settled", "finished")},
     "prompt": {ReadyPrefixes: ("prompt", "expect")},
-    "queue": {Scheduler: ("add", "schedule", "ended", "update_remaining_work")},
+    "queue": {Scheduler: ("add", "schedule", "finished", "update_remaining_work")},
     "choice": {LowestCostPlacer: ("choose",)},
     "ledger": {
         ContextLedger: (

@@ -119,7 +119,7 @@ class Bench:
         while self.scheduler.num_queued:
             for task, engine_id in self.run().items():
                 done.append(task)
-                self.scheduler.ended(task, engine_id)
+                self.scheduler.finished(task, engine_id)
         return done
 
     def later(self, seconds: float) -> None:

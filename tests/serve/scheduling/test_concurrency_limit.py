@@ -67,7 +67,7 @@ def test_only_the_order_by_remaining_work_delays_calls(policy: str) -> None:
     placed = bench.run()
     assert (len(placed) < 30) is (policy == "critical_path")
     for task, engine_id in placed.items():
-        bench.scheduler.ended(task, engine_id)
+        bench.scheduler.finished(task, engine_id)
     assert set(bench.order()) == set(tasks) - set(placed)
 
 

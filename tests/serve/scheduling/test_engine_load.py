@@ -56,7 +56,7 @@ def test_an_engine_whose_tasks_have_finished_has_no_wait() -> None:
     bench.add(task)
     bench.run()
     assert engine_of(bench).outlook(bench.clock.now()).wait_s > 1.0
-    bench.scheduler.ended(task, 0)
+    bench.scheduler.finished(task, 0)
     outlook = engine_of(bench).outlook(bench.clock.now())
     assert (outlook.wait_s, outlook.remaining_s, outlook.weight) == (0.0, 0.0, 0.0)
 
@@ -84,7 +84,7 @@ def test_harm_includes_the_usual_load() -> None:
         bench.add(task)
         bench.run()
         bench.later(1.0)
-        bench.scheduler.ended(task, 0)
+        bench.scheduler.finished(task, 0)
     now = bench.clock.now()
     assert not load.num_tasks
     assert load.outlook(now).usual_weight > 1.0
@@ -109,9 +109,9 @@ def test_a_chat_goes_where_its_steps_will_be_short() -> None:
         assert {placed[task] for task in maps} == {0}
         bench.later(4.0)
         for task in maps:
-            bench.scheduler.ended(task, 0)
+            bench.scheduler.finished(task, 0)
         if len(engine_of(bench, 1).tasks) > 3:
-            bench.scheduler.ended(next(iter(engine_of(bench, 1).tasks)), 1)
+            bench.scheduler.finished(next(iter(engine_of(bench, 1).tasks)), 1)
     chat = bench.task(session=1, output=1000)
     bench.add(chat)
     assert bench.run() == {chat: 1}

@@ -43,7 +43,7 @@ class Cluster(Bench):
         """Finish a running task after `fraction` of its longest output."""
         task = self.running.pop(which % len(self.running))
         task.used = (task.prompt_len, 1 + int(fraction * (task.max_output - 1)))
-        self.scheduler.ended(task, 0)
+        self.scheduler.finished(task, 0)
         self.served[task.completion.options.tenant] += task.service_s
         self.go_on()
 
@@ -170,7 +170,7 @@ def test_the_first_user_pays_for_a_shared_prefix() -> None:
     bench.run()
     bench.later(1e6)
     for task in (first, second):
-        bench.scheduler.ended(task, 0)
+        bench.scheduler.finished(task, 0)
     output = first.expected_output
     assert first.service_s == pytest.approx(service_s(COSTS, 1001, 1001, output))
     assert second.service_s == pytest.approx(service_s(COSTS, 1, 1, output))
@@ -182,12 +182,12 @@ def test_a_stopped_call_pays_for_the_time_that_it_ran() -> None:
     early, late = bench.task(output=400), bench.task(output=400)
     bench.add(early)
     bench.run()
-    bench.scheduler.ended(early, 0)
+    bench.scheduler.finished(early, 0)
     assert early.service_s == 0
     bench.add(late)
     bench.run()
     bench.later(0.2)
-    bench.scheduler.ended(late, 0)
+    bench.scheduler.finished(late, 0)
     assert 0 < late.service_s < service_s(COSTS, late.prompt_len, late.prompt_len, 201)
 
 
@@ -203,7 +203,7 @@ def test_the_order_policy_applies_inside_a_tenant() -> None:
         ((task, engine_id),) = bench.run().items()
         order.append(task)
         bench.later(60)
-        bench.scheduler.ended(task, engine_id)
+        bench.scheduler.finished(task, engine_id)
     assert [task for task in order if task not in others] == [long, short, slow]
     tenants = [task.completion.options.tenant for task in order]
     assert sorted(tenants[:2]) == sorted(tenants[2:4]) == ["a", "b"]
@@ -225,7 +225,7 @@ def test_small_calls_of_one_tenant_do_not_starve_a_large_one_of_another() -> Non
     while large not in dict(running):
         bench.add(small())
         bench.later(0.01)
-        bench.scheduler.ended(*running.popleft())
+        bench.scheduler.finished(*running.popleft())
         running.extend(bench.run().items())
         num_ended += 1
         assert num_ended < 100, "it starves"

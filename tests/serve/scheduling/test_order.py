@@ -90,7 +90,7 @@ class Line:
 
     def end(self, task: CompletionTask) -> None:
         self.order.released(task, 0, charge(0.0), 0.0)
-        self.order.ended(task)
+        self.order.finished(task)
 
     def run(self, work_s: float = 1.0) -> list[CompletionTask]:
         """Place and finish all queued tasks one by one."""
@@ -358,7 +358,7 @@ def test_running_applications_with_smaller_keys_are_ahead() -> None:
     line.remain(0, 10.0)
     assert line.order.count_ahead(task, 7) == (2, 5)
     line.order.released(tasks[1], 7, charge(0.0), 0.0)
-    line.order.ended(tasks[1])
+    line.order.finished(tasks[1])
     assert line.order.count_ahead(task, 7) == (1, 4)
     assert not Line("las").order.limits_concurrency
 
@@ -384,7 +384,7 @@ def test_the_count_ahead_equals_a_walk_over_all_tasks(seed: int) -> None:
             case 3 if placed:
                 task = rng.choice(list(placed))
                 line.order.released(task, placed.pop(task), charge(0.0), 0.0)
-                line.order.ended(task)
+                line.order.finished(task)
             case 4:
                 line.remain(session, rng.random() * 20)
             case 5 if placed:

@@ -56,7 +56,7 @@ def test_a_prompt_goes_where_it_evicts_the_least_session_kv() -> None:
         bench.index.kv_usage[engine_id] = KvUsage(1000, 900, promised)
     bench.add(task)
     assert bench.run() == {task: 1}
-    bench.scheduler.ended(task, 1)
+    bench.scheduler.finished(task, 1)
     for usage in bench.index.kv_usage.values():
         usage.used = 800
     bench.add(small)
@@ -181,7 +181,7 @@ def test_latency_tasks_limit_their_batch() -> None:
     bench.add(*batch)
     placed = len(bench.run())
     assert 10 < placed < 200
-    bench.scheduler.ended(chat, engine_id)
+    bench.scheduler.finished(chat, engine_id)
     assert len(bench.run()) == 500 - placed
 
 
@@ -226,7 +226,7 @@ def test_a_task_waits_for_an_engine_that_accepts_its_length() -> None:
     assert placed[long] == 6
     assert placed[short] != 6
     assert next_long not in placed
-    bench.scheduler.ended(long, 6)
+    bench.scheduler.finished(long, 6)
     assert bench.run() == {next_long: 6}
 
 
@@ -287,7 +287,7 @@ def test_a_preview_finds_no_engine_while_the_preferred_one_is_full(limits: dict[
     (engine_id,) = bench.run().values()
     assert bench.scheduler.preview(bench.task()) == 1 - engine_id
     assert bench.scheduler.preview(bench.task(), [engine_id]) is None
-    bench.scheduler.ended(running, engine_id)
+    bench.scheduler.finished(running, engine_id)
     assert bench.scheduler.preview(bench.task(), [engine_id]) == engine_id
 
 
@@ -399,7 +399,7 @@ def test_tasks_rotate_among_all_idle_engines(slower: float) -> None:
         (engine_id,) = bench.run().values()
         used.add(engine_id)
         bench.later(1.0)
-        bench.scheduler.ended(task, engine_id)
+        bench.scheduler.finished(task, engine_id)
     assert len(used) > 30
 
 
@@ -436,7 +436,7 @@ def test_the_pace_follows_the_load() -> None:
     assert busy_s > 1.2 * idle_s
     bench.scheduler.check_integrity()
     for task, engine_id in placed.items():
-        bench.scheduler.ended(task, engine_id)
+        bench.scheduler.finished(task, engine_id)
     assert bench.scheduler.engines.pace(()).step_s == pytest.approx(idle_s)
 
 
@@ -470,7 +470,7 @@ def test_prefix_aware_follows_what_it_sent() -> None:
         placed = bench.run()
         assert [placed[task] for task in tasks] == [0, 1, 2]
         for task in tasks:
-            bench.scheduler.ended(task, placed[task])
+            bench.scheduler.finished(task, placed[task])
 
 
 def test_prefix_aware_ignores_short_matches_and_balances() -> None:

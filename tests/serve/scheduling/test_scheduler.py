@@ -79,7 +79,7 @@ def test_no_application_starves(app_fifo: bool) -> None:
             return
         bench.later(1)
         for task, engine_id in placed.items():
-            bench.scheduler.ended(task, engine_id)
+            bench.scheduler.finished(task, engine_id)
         bench.add(bench.task(session=1, path=60, output=200))
     pytest.fail("starved")
 
@@ -238,7 +238,7 @@ def test_tasks_may_estimate_the_same_text_differently() -> None:
     bench.add(short, long)
     placed = bench.run()
     for task in (short, long):
-        bench.scheduler.ended(task, placed[task])
+        bench.scheduler.finished(task, placed[task])
         bench.scheduler.check_integrity()
 
 
@@ -249,7 +249,7 @@ def test_a_task_that_exceeds_an_engine_runs_alone_on_it() -> None:
     bench.add(big, small)
     placed = bench.run()
     assert list(placed) == [big]
-    bench.scheduler.ended(big, placed[big])
+    bench.scheduler.finished(big, placed[big])
     assert list(bench.run()) == [small]
 
 
@@ -270,7 +270,7 @@ def test_smaller_tasks_pass_a_task_that_does_not_fit_a_limited_number_of_times()
         passed += len(placed)
         for task, engine_id in placed.items():
             assert task is not big
-            bench.scheduler.ended(task, engine_id)
+            bench.scheduler.finished(task, engine_id)
     assert 10 < passed < 100
 
 
@@ -353,7 +353,7 @@ def test_random_histories_leave_no_state(
             queued.add(task)
         elif action == 3 and running:
             task = rng.choice(list(running))
-            bench.scheduler.ended(task, running.pop(task))
+            bench.scheduler.finished(task, running.pop(task))
         elif action == 4 and running:
             task = rng.choice(list(running))
             task.completion.objective = Objective(LATENCY, 0, 1.0)
@@ -375,7 +375,7 @@ def test_random_histories_leave_no_state(
         assert bench.scheduler.num_queued == len(queued)
         assert not queued or running, "work waits while every engine is idle"
     for task, engine_id in running.items():
-        bench.scheduler.ended(task, engine_id)
+        bench.scheduler.finished(task, engine_id)
     assert set(bench.order()) == queued
     bench.scheduler.check_integrity()
     for session in range(3):
