@@ -195,9 +195,7 @@ class KvUsage:
     used: int = 0
     # Of these, the tokens in contexts of live sessions. The sessions are likely to use them again,
     # although the engine may look idle while their programs think.
-    session_tokens: int = (
-        0  # of sessions' contexts: an engine may look idle while its sessions think
-    )
+    session_tokens: int = 0
 
     def session_tokens_evicted(self, num_new: int) -> float:
         """How many tokens of live sessions `num_new` more tokens are expected to evict.

@@ -1,4 +1,4 @@
-"""The context ledger: which contexts live on which engine, and when each is expected to be used.
+"""The context ledger: the contexts on each engine, and their expected uses.
 
 A context is a sequence of tokens whose KV an engine holds. A fork shares a prefix of its parent:
 
@@ -64,7 +64,7 @@ _PREFETCH_FRACTION = 0.9
 class ContextLedger:
     """Owns the records of all contexts, the index over their prefixes, and the predicted uses.
 
-    The ledger decides what is evicted. It sends nothing to engines: it calls `on_free`."""
+    The ledger chooses the contexts to evict. It sends nothing to engines: it calls `on_free`."""
 
     def __init__(
         self,
@@ -118,8 +118,8 @@ class ContextLedger:
         self._memories[engine_id] = memory
 
     def remove_engine(self, engine_id: int) -> list[bytes]:
-        """Forget a lost engine and its contexts. Returns the prefix keys of these contexts, in the
-        order in which the contexts were opened."""
+        """Forget a lost engine and its contexts. Returns the prefix keys of these contexts, sorted
+        by the opening of the contexts."""
         contexts = self._memories.pop(engine_id).contexts.values()
         for context in contexts:
             self._forget(context, FreeReason.ENGINE)
@@ -222,7 +222,7 @@ class ContextLedger:
     ) -> None:
         """Remove the context from the index, and free it when it has no runs and no forks.
 
-        `with_ancestors`: retire the contexts that it was forked from, too. It must be in use."""
+        `with_ancestors`: also retire all ancestors. The context must then be in use."""
         assert context.pins or not with_ancestors, context
         for link in context.lineage() if with_ancestors else (context,):
             if link.retired is None:

@@ -263,8 +263,8 @@ def _resolve(future: asyncio.Future[None]) -> None:
 class Dispatcher:
     """Owns each completion from `submit` until its output is settled.
 
-    All methods must be called in the event loop's thread. An output's callbacks run there, too,
-    after the dispatcher's own state is updated."""
+    All methods must be called in the event loop's thread. An output's callbacks also run there,
+    after the dispatcher has updated its own state."""
 
     def __init__(
         self,
@@ -425,7 +425,7 @@ class Dispatcher:
         yield from self._ledger.release_session(session_id)
         self._scheduler.forget_session(session_id)
 
-    # Checks and the end
+    # Checks and shutdown
 
     def check_integrity(self) -> None:
         """Recount contexts, users and loads. Raises AssertionError with the difference."""
@@ -496,7 +496,7 @@ class Dispatcher:
             self._alarm.cancel()
         self._alarm = self._timers.call_at(when, self._wake)
 
-    # What happens to runs
+    # Changes of runs
 
     def _on_change(self, run: Run) -> None:
         if run.state is RunState.QUEUED:

@@ -56,7 +56,7 @@ class _Function:
         return self.num_skipped % _PROBE_INTERVAL == 0
 
     def texts(self, session_id: int, tokenizer_id: str) -> list[list[int]]:
-        """The newest outputs, with those of this session first. They include the outputs of
+        """The newest outputs, with this session's outputs first. They include the outputs of
         parallel calls to the same function."""
         usable = [o for o in reversed(self.outputs) if o.tokenizer_id == tokenizer_id]
         usable.sort(key=lambda output: output.session_id != session_id)

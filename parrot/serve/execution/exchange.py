@@ -123,7 +123,7 @@ class Exchange:
 
     def abandon(self, attempt: Attempt, *, with_parents: bool = False) -> None:
         """Retire the attempt's own context, and the opened contexts that may not be computed. Runs
-        that have forked them continue. `with_parents`: retire all ancestors, too."""
+        that have forked them continue. `with_parents`: also retire all ancestors."""
         own, attempt.context = attempt.context, None
         if own is None:
             return
@@ -223,7 +223,7 @@ def _tokenized(
 def _logprobs(
     before: Logprobs | None, attempt: Attempt, response: GenerateResponse
 ) -> Logprobs | None:
-    """The log probabilities of the whole output. `before`: those of earlier attempts."""
+    """The log probabilities of the whole output. `before`: the part from earlier attempts."""
     found, tokenizer = response.logprobs, attempt.tokenizer
     if found is None or tokenizer is None:
         return Logprobs.joined(before, found)

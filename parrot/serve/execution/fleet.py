@@ -487,7 +487,7 @@ class Fleet:
         try:
             payload = await client.tokenizer()
         except ParrotError as error:
-            # A registration may name any address. The error must not reveal what is there.
+            # A registration may name any address. The error must not reveal the server behind it.
             logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error)
             raise Unavailable("the engine's tokenizer could not be fetched") from None
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)

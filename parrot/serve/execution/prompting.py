@@ -104,7 +104,7 @@ class _Prompt:
     covered: int = 0
     parent: LedgerContext | None = None
     length: int = 0  # Units of the covered parts.
-    last: int | str = ""  # The last of these units.
+    last: int | str = ""  # The last covered unit.
     public_len: int = 0  # Length of the prompt's public prefix; 0 if `parent` holds it.
     fills: list[FillPiece] = field(default_factory=list)
 
