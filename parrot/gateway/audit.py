@@ -19,7 +19,7 @@ from parrot.utils.private_files import open_private
 
 logger = logging.getLogger(__name__)
 
-_MAX_REFUSED = 10  # Failed authentications that are logged per period. The rest is only counted.
+_MAX_AUTH_FAILURES = 10  # Failed authentications that are logged per period; others are counted.
 _PERIOD_S = 10.0  # Seconds.
 
 
@@ -29,7 +29,7 @@ class AuditLog:
     def __init__(self, path: str) -> None:
         """Raises `ConfigError` if the file cannot be written."""
         self._period = -1.0  # when the current period of failed authentications began
-        self._num_refused = 0
+        self._num_auth_failures = 0
         try:
             self._file: BinaryIO = open_private(path, is_new=False)
         except OSError as error:
@@ -46,17 +46,17 @@ class AuditLog:
         """Log an event that no request caused."""
         self._write({"who": None, "from": None, "what": what, "outcome": outcome, **facts})
 
-    def refused(self, request: Request) -> None:
+    def auth_failed(self, request: Request) -> None:
         """Log a failed authentication. Beyond 10 in 10 s they are counted, and the next period
         logs their number."""
         now = time.monotonic()
         if self._period < 0 or now - self._period > _PERIOD_S:
-            left_out = max(0, self._num_refused - _MAX_REFUSED)
-            self._period, self._num_refused = now, 0
+            left_out = max(0, self._num_auth_failures - _MAX_AUTH_FAILURES)
+            self._period, self._num_auth_failures = now, 0
             if left_out:
                 self.event("failed authentications", "not_noted", count=left_out)
-        self._num_refused += 1
-        if self._num_refused <= _MAX_REFUSED:
+        self._num_auth_failures += 1
+        if self._num_auth_failures <= _MAX_AUTH_FAILURES:
             self.note(request, None, "authentication_failed")
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:
     return endpoint.stepping(remember).wrapped(noting)
 
 
-def of_operators(endpoint: Endpoint) -> bool:
+def is_operator_endpoint(endpoint: Endpoint) -> bool:
     """Whether the endpoint's requests change the service itself."""
     return endpoint.access is Access.ADMIN or endpoint.path == "/register_engine"
 
@@ -111,7 +111,7 @@ def _facts(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return facts
 
 
-class AuditedRefusals:
+class AuditedAuthFailures:
     """A layer that logs requests that fail authentication."""
 
     def __init__(self, app: ASGIApp, audit: AuditLog) -> None:
@@ -121,7 +121,7 @@ class AuditedRefusals:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] == 401:
-                self._audit.refused(Request(scope))
+                self._audit.auth_failed(Request(scope))
             await send(message)
 
         await self._app(scope, receive, noting if scope["type"] == "http" else send)

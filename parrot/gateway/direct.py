@@ -53,7 +53,7 @@ class DirectRequests:
         self._require_room = require_room
         self._aliases = config.model_aliases
         self._limit = config.global_scheduler.max_queue_size
-        self._asking = QueuedByTenant()
+        self._in_flight = QueuedByTenant()
 
     async def embed(
         self, tenant: str, model: str, given: Sequence[Input], traceparent: str = ""
@@ -69,7 +69,7 @@ class DirectRequests:
             inputs=[],
         )
         model = self._aliases.get(model, model)
-        answers, num_tokens = await self._ask_all(tenant, model, given, request)
+        answers, num_tokens = await self._send_all(tenant, model, given, request)
         return [one for answer in answers for one in answer.embeddings], num_tokens
 
     async def score(
@@ -93,7 +93,7 @@ class DirectRequests:
             inputs=[],
             num_top=num_top,
         )
-        answers, num_tokens = await self._ask_all(tenant, model, given, request, max_tokens)
+        answers, num_tokens = await self._send_all(tenant, model, given, request, max_tokens)
         found: list[Logprobs] = [one for answer in answers for one in answer.logprobs]
         tokenizer = self._fleet.tokenizer(model)
         if tokenizer is not None:
@@ -101,7 +101,7 @@ class DirectRequests:
                 one.tokens = tokenizer.encoder.vocabulary
         return found, num_tokens
 
-    async def _ask_all(
+    async def _send_all(
         self,
         tenant: str,
         model: str,
@@ -116,11 +116,11 @@ class DirectRequests:
         if max_tokens is not None and count > max_tokens:
             text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
             raise InvalidRequest(text, param="prompt")
-        async with self._place(tenant, count):
+        async with self._queue_slot(tenant, count):
             self._check_lengths(model, inputs)
             batches = _batches(inputs)
             copies = [request.model_copy(update={"inputs": batch}) for batch in batches]
-            answers = [await self._ask(model, copy) for copy in copies]
+            answers = [await self._send(model, copy) for copy in copies]
         num_tokens: int = sum(answer.prompt_tokens for answer in answers)
         if self._meters is not None:
             self._meters.charge(tenant, num_tokens - count)
@@ -140,17 +140,17 @@ class DirectRequests:
         return inputs
 
     @asynccontextmanager
-    async def _place(self, tenant: str, num_tokens: int) -> AsyncIterator[None]:
+    async def _queue_slot(self, tenant: str, num_tokens: int) -> AsyncIterator[None]:
         self._require_room(tenant)
-        if self._asking.total() >= self._limit:
-            require_share(tenant, self._limit, self._tenants.weigh, None, self._asking)
-        self._asking.enter(tenant)
+        if self._in_flight.total() >= self._limit:
+            require_share(tenant, self._limit, self._tenants.weigh, None, self._in_flight)
+        self._in_flight.enter(tenant)
         try:
             meters = self._meters
             with nullcontext() if meters is None else meters.running(tenant, num_tokens):
                 yield
         finally:
-            self._asking.leave(tenant)
+            self._in_flight.leave(tenant)
 
     def _check_lengths(self, model: str, inputs: Sequence[Input]) -> None:
         """Raises `PromptTooLong` for an input that is too long for all engines of the model."""
@@ -166,7 +166,7 @@ class DirectRequests:
     def _engines(self, model: str) -> list[Engine]:
         return [engine for engine in self._fleet if engine.info.model == model]
 
-    async def _ask(self, model: str, request: EmbedRequest) -> Any:
+    async def _send(self, model: str, request: EmbedRequest) -> Any:
         """Send the request to one engine after another, until one succeeds."""
         failed: list[int] = []
         while True:

@@ -183,7 +183,7 @@ class Ending(NamedTuple):
     session_id: int
     completion: Completion
     length: int  # characters of the turn's prompt and answer
-    told: "_Hash"  # the hash of these characters
+    text_hash: "_Hash"  # the hash of these characters
     prompt: Callable[[], ShownPrompt | None]  # the turn's prompt while it is in memory
 
     def begins(self, text: str) -> bool:
@@ -192,7 +192,7 @@ class Ending(NamedTuple):
         if prompt is not None:
             answer = self.completion.output.text
             return text.startswith(prompt.text) and text.startswith(answer, len(prompt.text))
-        return _told(text[: self.length]).digest() == self.told.digest()
+        return _text_hash(text[: self.length]).digest() == self.text_hash.digest()
 
 
 class PromptPlace:
@@ -207,13 +207,13 @@ class PromptPlace:
         self.ending = ending
         self.num_known = num_known
 
-    def told(self) -> "_Hash":
+    def text_hash(self) -> "_Hash":
         """The hash of the prompt's text."""
         if self.ending is None:
-            return _told(self.prompt.text)
-        told = self.ending.told.copy()
-        told.update(_encoded(self.prompt.text[self.ending.length :]))
-        return told
+            return _text_hash(self.prompt.text)
+        text_hash = self.ending.text_hash.copy()
+        text_hash.update(_encoded(self.prompt.text[self.ending.length :]))
+        return text_hash
 
 
 class Endings:
@@ -227,13 +227,13 @@ class Endings:
         self, place: PromptPlace, session: Session, completion: Completion, message: Message
     ) -> None:
         """An answer of the turn at `place` is finished. Its program will send it as `message`."""
-        told, answer = place.told(), completion.output.text
-        told.update(_encoded(answer))
+        text_hash, answer = place.text_hash(), completion.output.text
+        text_hash.update(_encoded(answer))
         length = len(place.prompt.text) + len(answer)
         messages = place.messages.copy()
         _extend(messages, [message])
         key = messages.digest()
-        self._keep(key, Ending(session.id, completion, length, told, ref(place.prompt)))
+        self._keep(key, Ending(session.id, completion, length, text_hash, ref(place.prompt)))
         if session.log is not None:
             ids = {"request": completion.request_id, "task": completion.id}
             session.log.note(ENDING, {"key": key.hex(), **ids})
@@ -242,7 +242,7 @@ class Endings:
         """Restore the ending in a session's journal record."""
         completion = session.graph.completion(fields["request"], fields["task"])
         text = _text_of(completion)
-        ending = Ending(session.id, completion, len(text), _told(text), lambda: None)
+        ending = Ending(session.id, completion, len(text), _text_hash(text), lambda: None)
         self._keep(bytes.fromhex(fields["key"]), ending)
 
     def forget(self, session_id: int) -> None:
@@ -335,7 +335,7 @@ def _text_of(completion: Completion) -> str:
     return "".join(reversed(parts))
 
 
-def _told(text: str) -> "_Hash":
+def _text_hash(text: str) -> "_Hash":
     return hashlib.sha256(_encoded(text))
 
 

@@ -31,17 +31,19 @@ STAYS = "parrot_stays"
 """Set in a request's scope after all its home shards have declined it."""
 # A home shard declines a session if it has more sessions or calls than 1.25 times those of the
 # asking shard plus 16, or if more than 50% of its engines' KV is in use and more than the other's.
-_MOST_TIMES, _MOST_MORE, _MOST_KV = 1.25, 16, 50
+_MAX_LOAD_RATIO, _MAX_EXTRA_LOAD, _MAX_KV_PERCENT = 1.25, 16, 50
 _NUM_HOMES = 3  # Shards of one application. More spread its load, but share less KV.
 logger = logging.getLogger(__name__)
 _CONNECT_S = 5.0  # Seconds to connect to another shard.
 _PROBE_S = 10.0  # Seconds between health checks of a shard while requests wait for it.
-_OWN = frozenset({b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"})
+_HOP_HEADERS = frozenset(
+    {b"host", b"connection", b"transfer-encoding", b"keep-alive", b"upgrade", b"te"}
+)
 """Headers that belong to one connection, and are not forwarded."""
-_ANSWERS_OWN = _OWN | {b"date", b"server", b"x-request-id", b"request-id"}
+_ANSWER_HEADERS = _HOP_HEADERS | {b"date", b"server", b"x-request-id", b"request-id"}
 """Headers of an answer that are not forwarded, because each server adds its own."""
-_NOT_TAKEN = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # Headers aiohttp would add.
+_DECLINED = (HTTPStatus.MISDIRECTED_REQUEST, HTTPStatus.SERVICE_UNAVAILABLE)
+_AUTO_HEADERS = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # aiohttp adds them.
 
 
 def homes(tenant: str, app: str, cores: Sequence[str]) -> list[int]:
@@ -74,12 +76,12 @@ class ShardLoad(NamedTuple):
     def header(self) -> bytes:
         return b"%d %d %d" % self
 
-    def yields_to(self, asked: "ShardLoad") -> bool:
+    def declines_for(self, asked: "ShardLoad") -> bool:
         """Whether this shard declines new sessions in favor of `asked`: it has many more sessions
         or calls, or more than 50% of its KV in use and more than `asked`."""
         counts = ((self.sessions, asked.sessions), (self.calls, asked.calls))
-        has_more = any(own > _MOST_TIMES * its + _MOST_MORE for own, its in counts)
-        return has_more or self.kv > max(_MOST_KV, asked.kv)
+        has_more = any(own > _MAX_LOAD_RATIO * its + _MAX_EXTRA_LOAD for own, its in counts)
+        return has_more or self.kv > max(_MAX_KV_PERCENT, asked.kv)
 
 
 class Affinity:
@@ -96,7 +98,7 @@ class Affinity:
         first, and `MisdirectedRequest` to decline a forwarded session."""
         if FORWARDED in request.headers:
             asked = ShardLoad.parse(request.headers.get(LOAD, ""))
-            if asked is not None and self._load().yields_to(asked):
+            if asked is not None and self._load().declines_for(asked):
                 raise MisdirectedRequest("this shard is much fuller than the one asked first")
         elif apps and STAYS not in request.scope:
             found, own = homes(tenant, apps[0], self._cores), self._shard.index
@@ -110,7 +112,7 @@ def load_of(core: ServeCore) -> ShardLoad:
     return ShardLoad(len(core.sessions), core.num_queued + num_placed, kv)
 
 
-def placed(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoint:
+def on_home_shard(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> Endpoint:
     """The endpoint, with new sessions placed on the home shards of their application."""
     if endpoint.takes not in (SessionCreateRequest, GraphRequest):
         return endpoint
@@ -177,7 +179,7 @@ class Forwarding:
 
         async def sending(message: Message) -> None:
             nonlocal has_begun
-            if message.get("status") in _NOT_TAKEN:
+            if message.get("status") in _DECLINED:
                 raise Unavailable("it does not take it")
             has_begun = True
             await send(message)
@@ -192,14 +194,14 @@ class Forwarding:
                     raise
                 logger.info("shard %d should have what begins here: %s", shard, error.message)
         body.put_back(whole)
-        await self._app({**scope, STAYS: True}, body.again(), send)
+        await self._app({**scope, STAYS: True}, body.replay(), send)
 
     async def _forward(
         self, shard: int, scope: Scope, body: "_Body", send: Send, lease: BodyLease
     ) -> None:
         exchange = self._probes[shard].guard(self._exchange(shard, scope, body, send, lease))
         working = asyncio.ensure_future(exchange)
-        leaving = asyncio.ensure_future(body.left())
+        leaving = asyncio.ensure_future(body.disconnected())
         try:
             await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
@@ -216,7 +218,7 @@ class Forwarding:
         if scope["query_string"]:
             target += b"?" + scope["query_string"]
         url = URL(self._urls[shard] + target.decode("latin-1"), encoded=True)
-        replaced = _OWN | {b"x-request-id"}
+        replaced = _HOP_HEADERS | {b"x-request-id"}
         headers = [(n.decode(), _text(v)) for n, v in scope["headers"] if n not in replaced]
         headers += [(FORWARDED, "1"), ("x-request-id", scope["request_id"])]
         has_begun = False
@@ -226,11 +228,11 @@ class Forwarding:
                 url,
                 headers=headers,
                 data=body.whole() if body.is_whole else body.pieces(),
-                skip_auto_headers=_ADDED,
+                skip_auto_headers=_AUTO_HEADERS,
                 allow_redirects=False,
             ) as answer:
                 lease.hold(0)  # The body was sent.
-                kept = [(n, v) for n, v in answer.raw_headers if n.lower() not in _ANSWERS_OWN]
+                kept = [(n, v) for n, v in answer.raw_headers if n.lower() not in _ANSWER_HEADERS]
                 has_begun = True
                 begin = {"type": "http.response.start", "status": answer.status, "headers": kept}
                 await send(begin)
@@ -310,7 +312,7 @@ class _Body:
     def put_back(self, whole: bytes | None) -> None:
         self._read = [whole or b""]
 
-    def again(self) -> Receive:
+    def replay(self) -> Receive:
         """A `receive` with the kept body, for a second attempt; then it reports a disconnect."""
         messages = [{"type": "http.request", "body": self.whole() or b""}]
 
@@ -331,7 +333,7 @@ class _Body:
                 raise ConnectionError("the client left")
             yield self._read[-1]
 
-    async def left(self) -> None:
+    async def disconnected(self) -> None:
         """Wait until the client disconnects."""
 
         await self._ended.wait()

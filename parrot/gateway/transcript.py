@@ -66,7 +66,7 @@ TokenPrompt = tuple[str, TokenizedText | None]
 """A prompt's text, and its tokens if the text does not encode to them."""
 Body = dict[str, Any]
 """The fields of a chat completion request that contain the conversation and the tools."""
-_SAID = frozenset({"content", "tool_calls", "reasoning_content"})  # Fields in a message's text.
+_TEXT_FIELDS = frozenset({"content", "tool_calls", "reasoning_content"})  # Their texts are pieces.
 
 Message = Mapping[str, Any]
 """A message in the form that chat templates expect: `role`, `content`, and perhaps `tool_calls`,
@@ -74,7 +74,7 @@ Message = Mapping[str, Any]
 Ends = list[tuple[int, PieceKind]]
 """The end of each piece, and its kind."""
 FindEnds = Callable[[int, int], Ends]
-MAX_PLACES = 256  # Placeholders of variables in a prompt.
+MAX_PLACEHOLDERS = 256  # Placeholders of variables in a prompt.
 _MAX_BRACES = 8192  # Occurrences of `{{` in a prompt that are parsed for placeholders.
 
 
@@ -158,10 +158,10 @@ def render_transcript(
             found = _split_end(whole, marked, messages, start)
         if found is None:
             found, first = _split(whole, _mark(template, messages, options), messages), 0
-        ends, told_apart = found
+        ends, separated = found
         if not ends or ends[-1][0] < len(whole):
             ends.append((len(whole), PieceKind.CONSTANT))
-        _require_plain(messages, first, told_apart, options, special_texts)
+        _require_plain(messages, first, separated, options, special_texts)
         return ends
 
     return Transcript(whole, find_ends)
@@ -193,13 +193,13 @@ def _mark(
         **options,
     )
     if num_known:
-        marked = _behind_known(mark, marked)
+        marked = _after_known(mark, marked)
     first, *behind = marked.split(mark)
     parts = [part.partition("m") for part in behind]
     return _Marked([first, *[gap for _, _, gap in parts]], [int(index) for index, _, _ in parts])
 
 
-def _behind_known(mark: str, marked: str) -> str:
+def _after_known(mark: str, marked: str) -> str:
     """The marked prompt after the known messages; empty if a new message precedes a known one."""
     known = f"{mark}-1m"
     before, _, behind = marked.rpartition(known)
@@ -224,9 +224,9 @@ def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[En
     indices of these messages."""
     gaps, shown = marked
     ends: Ends = []
-    told_apart: set[int] = set()
+    separated: set[int] = set()
     if len(set(shown)) < len(shown):
-        return ends, told_apart  # The template shows a message twice.
+        return ends, separated  # The template shows a message twice.
     end = 0
     for i, before, after in zip(shown, gaps, gaps[1:], strict=False):
         start = end + len(before)
@@ -238,8 +238,8 @@ def _split(whole: str, marked: _Marked, messages: Sequence[Message]) -> tuple[En
             ends.append((start, PieceKind.CONSTANT))
         if text:
             ends.append((end, _kind(messages[i])))
-        told_apart.add(i)
-    return ends, told_apart
+        separated.add(i)
+    return ends, separated
 
 
 def _split_end(
@@ -302,20 +302,20 @@ def _text(message: Message) -> str:
 def _require_plain(
     messages: Sequence[Message],
     first: int,
-    told_apart: set[int],
+    separated: set[int],
     options: Mapping[str, Any],
     special_texts: frozenset[str],
 ) -> None:
     """Check the texts that cannot be separated from markup, of messages from `first` on, for
     special tokens."""
-    untold = [
-        {k: v for k, v in message.items() if k != "content" or i not in told_apart}
+    unseparated = [
+        {k: v for k, v in message.items() if k != "content" or i not in separated}
         for i, message in enumerate(messages[first:], first)
     ]
     # JSON escapes each character separately, so a substring is also a substring in JSON.
-    if special_texts and _special(special_texts).search(orjson.dumps([options, untold])):
-        for text in (*_strings(options), *_strings(untold)):
-            _require_none(text, special_texts)
+    if special_texts and _special(special_texts).search(orjson.dumps([options, unseparated])):
+        for text in (*_strings(options), *_strings(unseparated)):
+            _require_no_special(text, special_texts)
 
 
 @lru_cache(maxsize=64)
@@ -336,7 +336,7 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(inner)
 
 
-def _require_none(text: str, special_texts: frozenset[str]) -> None:
+def _require_no_special(text: str, special_texts: frozenset[str]) -> None:
     for special in special_texts:
         if special in text:
             raise InvalidRequest(
@@ -355,10 +355,10 @@ class MarkedPrompt:
     names: Mapping[str, str]  # by mark
 
 
-def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> MarkedPrompt:
+def mark_placeholders(prompt: Sequence[Message] | str, names: Sequence[str]) -> MarkedPrompt:
     """The prompt with a random mark for each placeholder with one of these names. Other text in
     braces stays. Raises `InvalidRequest` for a name without a placeholder, and for more than
-    `MAX_PLACES`."""
+    `MAX_PLACEHOLDERS`."""
     contents = [prompt] if isinstance(prompt, str) else [m.get("content") for m in prompt]
     if names and sum(c.count("{{") for c in contents if isinstance(c, str)) > _MAX_BRACES:
         raise InvalidRequest(
@@ -396,8 +396,8 @@ def mark_places(prompt: Sequence[Message] | str, names: Sequence[str]) -> Marked
         if name not in places:
             param = f"parrot.inputs.{name}"
             raise InvalidRequest(f"no message has a placeholder `{name}`", param=param)
-    if places.total() > MAX_PLACES:
-        raise InvalidRequest(f"more than {MAX_PLACES} placeholders", param="parrot.inputs")
+    if places.total() > MAX_PLACEHOLDERS:
+        raise InvalidRequest(f"more than {MAX_PLACEHOLDERS} placeholders", param="parrot.inputs")
     return MarkedPrompt(new_prompt, places, {mark: name for name, mark in marks.items()})
 
 
@@ -562,10 +562,10 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
     markup, parts, ends = f"{_line(begin)}\n", list[str](), list[tuple[int, PieceKind]]()
     length = 0
     for message in (*messages, {"role": "assistant"}):
-        markup += f"{_line({k: v for k, v in message.items() if k not in _SAID})}\n"
+        markup += f"{_line({k: v for k, v in message.items() if k not in _TEXT_FIELDS})}\n"
         is_answer = message.get("role") == "assistant"
         kind = PieceKind.OUTPUT if is_answer else PieceKind.VALUE
-        for part, of_kind in ((markup, PieceKind.CONSTANT), (_said(message), kind)):
+        for part, of_kind in ((markup, PieceKind.CONSTANT), (_standin_text(message), kind)):
             if part:
                 parts.append(part)
                 length += len(part)
@@ -574,7 +574,7 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
     return Transcript("".join(parts), lambda start, num_known: ends)
 
 
-def _said(message: Message) -> str:
+def _standin_text(message: Message) -> str:
     """The text of a message in the stand-in. An answer includes its reasoning and calls."""
 
     said: str = message.get("content") or ""

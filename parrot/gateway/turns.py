@@ -40,7 +40,7 @@ from parrot.gateway.transcript import (
     Message,
     TokenPrompt,
     Transcript,
-    mark_places,
+    mark_placeholders,
     prompt_of_tokens,
     prompt_tokens,
     put_variables,
@@ -268,7 +268,7 @@ class Turns:
             tuple(fill),
             usage,
             place=place,
-            prefix=_prefix_told(ending, left, len(text)),
+            prefix=_prefix_header(ending, left, len(text)),
             shown=prompt,
             left=left,
         )
@@ -280,7 +280,7 @@ class Turns:
         tokenizer = self._core.fleet.tokenizer(request.model)
         if request.calls is not None and tokenizer is not None:
             self._require_calls(request.model, tokenizer)
-        marked = mark_places(request.prompt, list(chain.inputs))
+        marked = mark_placeholders(request.prompt, list(chain.inputs))
         rendered = rendered_turn(request, marked.prompt, tokenizer)
         session = self._session_of(request, chain)
         self._core.tasks.require_room(session.tenant)
@@ -371,8 +371,8 @@ class Turns:
         """The model's values for sampling fields that a request leaves None. They come from one of
         its engines; if no engine reports any, they are neutral."""
         name = self._aliases.get(model, model)
-        told = [e.info.default_sampling for e in self._core.fleet if e.info.model == name]
-        return next(filter(None, told), NEUTRAL_SAMPLING)
+        reported = [e.info.default_sampling for e in self._core.fleet if e.info.model == name]
+        return next(filter(None, reported), NEUTRAL_SAMPLING)
 
     def _longest(self, model: str) -> int | None:
         """The longest sequence, in tokens, of the model's engines; None: there is no engine."""
@@ -471,7 +471,7 @@ def _scope(request: TurnRequest) -> Mapping[str, Any]:
     return {"tenant": request.tenant, "model": request.model, "options": request.options}
 
 
-def _prefix_told(ending: Ending | None, left: PrefixBreak | None, length: int) -> str:
+def _prefix_header(ending: Ending | None, left: PrefixBreak | None, length: int) -> str:
     """For a header: how much of the prompt was in the program's last one. `length`: characters."""
     if ending is not None:
         return f"continued; reused={ending.length}; of={length}"

@@ -10,10 +10,10 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
-from parrot.gateway.audit import AuditedRefusals, AuditLog, audited, of_operators
+from parrot.gateway.audit import AuditedAuthFailures, AuditLog, audited, is_operator_endpoint
 from parrot.gateway.page.endpoints import Page
 from parrot.gateway.programs import ENDING
-from parrot.gateway.shards import Forwarding, load_of, placed
+from parrot.gateway.shards import Forwarding, load_of, on_home_shard
 from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.responses.responses import Responses
 from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
@@ -68,20 +68,20 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     if journal is not None:
         restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
         turns.restored()
-        responses.kept.keep_in(journal, lambda: core.is_closing)
+        responses.kept.journal_to(journal, lambda: core.is_closing)
         responses.resume(core.fleet.joined, config.unserved_timeout_s)
     app = empty_app(
         config,
         error_form,
         lifespan,
-        outer=[] if audit is None else [partial(AuditedRefusals, audit=audit)],
+        outer=[] if audit is None else [partial(AuditedAuthFailures, audit=audit)],
         inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
     )
     served = endpoints(core)
     if config.shards is not None:
-        served = [placed(core, config.shards.cores, endpoint) for endpoint in served]
+        served = [on_home_shard(core, config.shards.cores, endpoint) for endpoint in served]
     if audit is not None:
-        served = [audited(one, audit) if of_operators(one) else one for one in served]
+        served = [audited(one, audit) if is_operator_endpoint(one) else one for one in served]
     served += vendor_endpoints(core, turns)
     served += response_endpoints(core, responses)
     shown = Page(core, audit).routes() if config.page else []

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.gateway.transcript import mark_places, put_variables, render_transcript
+from parrot.gateway.transcript import mark_placeholders, put_variables, render_transcript
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.template import parse_template, placeholder
 from parrot.serve.graph.nodes import PieceKind, SemanticVariable, TextPiece, VariablePiece
@@ -38,7 +38,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
         {"role": role, "content": content} for role, content in zip(roles, contents, strict=False)
     ]
     template = ModelTemplate(HERMES)
-    marked = mark_places(messages, names_in(contents))
+    marked = mark_placeholders(messages, names_in(contents))
     pieces = put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     text = "".join(
         piece.text if isinstance(piece, TextPiece) else piece.variable.text for piece in pieces
@@ -63,14 +63,14 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
 )
 def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
     template = ModelTemplate("{% for m in messages %}" + shown + "{% endfor %}")
-    marked = mark_places([{"role": "user", "content": "x {{a}} y"}], ["a"])
+    marked = mark_placeholders([{"role": "user", "content": "x {{a}} y"}], ["a"])
     with pytest.raises(InvalidRequest, match="does not show the message of `a`") as caught:
         put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     assert caught.value.param == "parrot.inputs.a"
 
 
 def test_plain_text_has_places_too() -> None:
-    marked = mark_places("<s>{{a}}{{b}} {{c}}{{a}}", ["a", "b"])
+    marked = mark_placeholders("<s>{{a}}{{b}} {{c}}{{a}}", ["a", "b"])
     assert isinstance(marked.prompt, str)
     pieces = put_variables([TextPiece(marked.prompt)], marked, VALUES)
     a, b = (VariablePiece(VALUES[name]) for name in NAMES)
@@ -79,7 +79,7 @@ def test_plain_text_has_places_too() -> None:
 
 def test_a_prompt_without_inputs_stays_as_it_is() -> None:
     messages = [{"role": "user", "content": "{{a}}"}, {"role": "user", "content": None}]
-    marked = mark_places(messages, [])
+    marked = mark_placeholders(messages, [])
     assert marked.prompt == messages
     piece = TextPiece("{{a}}")
     assert put_variables([piece], marked, {}) == [piece]

@@ -56,7 +56,7 @@ def test_applications_move_only_to_the_shard_that_came(tenant: str, app: str, co
 def test_a_shard_spills_when_it_has_much_more_sessions_or_calls_or_less_kv_left(
     home_has: tuple[int, int, int], asked_has: tuple[int, int, int], spills: bool
 ) -> None:
-    assert ShardLoad(*home_has).yields_to(ShardLoad(*asked_has)) == spills
+    assert ShardLoad(*home_has).declines_for(ShardLoad(*asked_has)) == spills
 
 
 @given(st.integers(0, 10**8), st.integers(0, 10**8), st.integers(0, 100))

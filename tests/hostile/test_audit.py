@@ -120,9 +120,9 @@ def test_those_that_were_left_out_are_counted(
     audit = AuditLog(str(tmp_path / "audit"))
     request = Request({"type": "http", "method": "GET", "path": "/x", "headers": []})
     for _ in range(25):
-        audit.refused(request)
+        audit.auth_failed(request)
     now = 100.0
-    audit.refused(request)
+    audit.auth_failed(request)
     audit.close()
     lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
     assert (len(lines), lines[10]["count"]) == (12, 15)

@@ -155,9 +155,9 @@ class Page:
         self, name: str, read: Callable[[Visitor], Rows], visitor: Visitor, since: str | None
     ) -> AsyncGenerator[bytes]:
         feed = self._feed.changes((name, visitor), lambda: read(visitor), since)
-        return self._while_let_in(visitor, feed)
+        return self._while_signed_in(visitor, feed)
 
-    async def _while_let_in(
+    async def _while_signed_in(
         self, visitor: Visitor, feed: AsyncGenerator[bytes]
     ) -> AsyncGenerator[bytes]:
         """Pass on the feed, but check the visitor's key before each update: a feed stays open for
@@ -173,10 +173,12 @@ class Page:
         """Raises `NotFound`."""
 
         def read() -> Rows:
-            return self._rows.session(self._seen(visitor, session_id))
+            return self._rows.session(self._visible_session(visitor, session_id))
 
-        self._seen(visitor, session_id)
-        return self._while_let_in(visitor, self._feed.changes(("session", session_id), read, since))
+        self._visible_session(visitor, session_id)
+        return self._while_signed_in(
+            visitor, self._feed.changes(("session", session_id), read, since)
+        )
 
     def variable(
         self, visitor: Visitor, session_id: int, var_id: str, since: str | None
@@ -184,16 +186,16 @@ class Page:
         """Raises `NotFound`."""
 
         def find() -> SemanticVariable:
-            return self._seen(visitor, session_id).graph.variable(var_id)
+            return self._visible_session(visitor, session_id).graph.variable(var_id)
 
         def read() -> Rows:
             return self._rows.variable(find(), visitor)
 
         find()
         name = ("variable", var_id, visitor.sees_values)
-        return self._while_let_in(visitor, self._feed.changes(name, read, since))
+        return self._while_signed_in(visitor, self._feed.changes(name, read, since))
 
-    def _seen(self, visitor: Visitor, session_id: int) -> Session:
+    def _visible_session(self, visitor: Visitor, session_id: int) -> Session:
         session = self._core.sessions.find(session_id)
         if session is None or visitor.tenant not in (None, session.tenant):
             raise NotFound(f"no live session {session_id} of yours")
@@ -212,11 +214,11 @@ class Page:
         self._core.delete_session(answer.session_id, answer.session_auth)
 
     def end_session(self, visitor: Visitor, session_id: int) -> None:
-        session = self._seen(visitor, session_id)
+        session = self._visible_session(visitor, session_id)
         self._core.delete_session(session.id, session.auth)
 
     def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
-        session = self._seen(visitor, session_id)
+        session = self._visible_session(visitor, session_id)
         self._core.cancel_call(session.id, session.auth, request_id)
 
     def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:

@@ -17,7 +17,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 ReadRows = Callable[[], Rows]
 
 # Removed rows whose keys a topic remembers. Viewers with an older version receive all rows again.
-_MAX_GONE = 4096
+_MAX_REMOVED = 4096
 _INTERVAL_S = 0.1  # Shortest time between two updates of a view, in seconds.
 # Largest share of the event loop's CPU time that all topics together may use. More updates views of
 # large graphs more often, and slows the calls of programs.
@@ -46,8 +46,10 @@ class Topic:
         self._epoch = new_token()
         self._number = 0
         self._rows: dict[str, tuple[int, bytes]] = {}
-        self._gone: dict[str, int] = {}  # removed keys and their updates, in order of the updates
-        self._forgotten = 0  # removals in updates up to this number may no longer be in `_gone`
+        self._removed: dict[
+            str, int
+        ] = {}  # removed keys and their updates, in order of the updates
+        self._forgotten = 0  # removals in updates up to this number may no longer be in `_removed`
         self._made: dict[int, Changes] = {}  # by starting update, to reuse for other viewers
 
     @property
@@ -71,12 +73,12 @@ class Topic:
         self._made.clear()
         for key in gone:
             del known[key]
-            self._gone[key] = number
+            self._removed[key] = number
         for key in changed:
-            self._gone.pop(key, None)
+            self._removed.pop(key, None)
         known.update(changed)
-        while len(self._gone) > _MAX_GONE:
-            self._forgotten = self._gone.pop(next(iter(self._gone)))
+        while len(self._removed) > _MAX_REMOVED:
+            self._forgotten = self._removed.pop(next(iter(self._removed)))
         return True
 
     def since(self, version: str | None) -> Changes | None:
@@ -93,7 +95,7 @@ class Topic:
 
     def _changes(self, number: int) -> Changes:
         """The changes after update `number`; all rows for -1."""
-        gone = [key for key, at in self._gone.items() if at > number >= 0]
+        gone = [key for key, at in self._removed.items() if at > number >= 0]
         rows = {key: orjson.Fragment(text) for key, (at, text) in self._rows.items() if at > number}
         payload = {"version": self.version, "whole": number < 0, "rows": rows, "gone": gone}
         return Changes(self.version, b"event: changes\ndata: %b\n\n" % orjson.dumps(payload))

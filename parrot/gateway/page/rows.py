@@ -109,7 +109,7 @@ def _name(engine_id: int, names: Mapping[int, str]) -> str:
     return names.get(engine_id, f"lost engine {engine_id}")
 
 
-class Noted(NamedTuple):
+class LoggedEvent(NamedTuple):
     """An event that may interest an operator."""
 
     number: int
@@ -127,11 +127,11 @@ class EventLog:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._noted: deque[Noted] = deque(maxlen=_MAX_EVENTS)
-        self._num_noted = 0
+        self._events: deque[LoggedEvent] = deque(maxlen=_MAX_EVENTS)
+        self._num_events = 0
 
-    def __iter__(self) -> Iterator[Noted]:
-        return iter(self._noted)
+    def __iter__(self) -> Iterator[LoggedEvent]:
+        return iter(self._events)
 
     @property
     def sink(self) -> Sink:
@@ -144,9 +144,9 @@ class EventLog:
         }
 
     def _note(self, kind: str, text: str, engine_name: str = "", **about: Any) -> None:
-        self._num_noted += 1
-        known = (self._num_noted, self._clock.now(), kind, text[:_MAX_EVENT_CHARS], engine_name)
-        self._noted.append(Noted(*known, **about))
+        self._num_events += 1
+        known = (self._num_events, self._clock.now(), kind, text[:_MAX_EVENT_CHARS], engine_name)
+        self._events.append(LoggedEvent(*known, **about))
 
     def _engine_joined(self, event: EngineJoined) -> None:
         self._note("engine joined", event.info.model, event.info.engine_name)

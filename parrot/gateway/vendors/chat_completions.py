@@ -217,14 +217,14 @@ class ChatCompletions:
                 options=template_options(request),
                 program=program_of(request, caller),
                 traceparent=caller.traceparent,
-                criteria=request.wanted,
+                criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),
                 chain=request.chain(),
                 prediction=request.predicted,
             )
         )
-        caller.tell(turn)
+        caller.report_prefix(turn)
         frame: Json = {
             "id": f"chatcmpl-{new_token()}",
             "created": int(time.time()),

@@ -126,23 +126,23 @@ class Completions:
                 return answers.deferred()
             return answers.chunks() if request.stream else answers.whole()
         if request.stream:
-            return self._chunks_behind(request, caller, prompts)
-        return self._whole_behind(request, caller, prompts)
+            return self._chunks_prepared(request, caller, prompts)
+        return self._whole_prepared(request, caller, prompts)
 
-    async def _whole_behind(
+    async def _whole_prepared(
         self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> bytes:
-        return await (await self._submit_behind(request, caller, prompts)).whole()
+        return await (await self._submit_prepared(request, caller, prompts)).whole()
 
-    async def _chunks_behind(
+    async def _chunks_prepared(
         self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> AsyncGenerator[Events]:
-        answers = await self._submit_behind(request, caller, prompts)
+        answers = await self._submit_prepared(request, caller, prompts)
         async with aclosing(answers.chunks()) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _submit_behind(
+    async def _submit_prepared(
         self, request: CompletionRequest, caller: Caller, prompts: Sequence[Prompt]
     ) -> "_Answers":
         """Submit the request after the slow steps: decoding token prompts, and scoring prompts."""
@@ -190,13 +190,13 @@ class Completions:
                     program=program_of(request, caller),
                     traceparent=caller.traceparent,
                     func_name="completion",
-                    criteria=request.wanted,
+                    criteria=request.effective_criteria,
                     deadline=request.deadline,
                     chain=request.chain(),
                     prediction=request.predicted,
                 )
                 turns.append(self._turns.submit(turn_request))
-                caller.tell(turns[-1])
+                caller.report_prefix(turns[-1])
         except ParrotError:
             for turn in turns:
                 turn.cancel()

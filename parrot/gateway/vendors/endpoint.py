@@ -55,7 +55,7 @@ class Caller(NamedTuple):
     traceparent: str = ""  # the caller's span; empty: none
     idempotency_key: str | None = None  # a stored response with this key is created once
 
-    def tell(self, turn: Turn) -> None:
+    def report_prefix(self, turn: Turn) -> None:
         """Set the header that describes how much the turn's prompt shares with the previous one."""
         self.headers["x-parrot-prefix"] = turn.prefix
 

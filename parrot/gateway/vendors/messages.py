@@ -287,13 +287,13 @@ class Messages:
                 options=template_options(request),
                 program=caller.program or user,
                 traceparent=caller.traceparent,
-                criteria=request.wanted,
+                criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),
                 chain=request.chain(),
             )
         )
-        caller.tell(turn)
+        caller.report_prefix(turn)
         parser = turn.parser(may_call_many=request.may_call_many)
         frame: Json = {
             "id": f"msg_{new_token()}",

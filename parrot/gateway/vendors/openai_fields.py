@@ -11,7 +11,7 @@ from pydantic import (
     Tag,
 )
 
-from parrot.gateway.transcript import MAX_PLACES
+from parrot.gateway.transcript import MAX_PLACEHOLDERS
 from parrot.gateway.turns import Turn, TurnChain
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Wire, require_shallow
 from parrot.protocol.call_grammar import CallRules
@@ -132,7 +132,7 @@ class ChainFields(Wire):
 
     session_id: Id | None = None
     session_auth: Credential | None = None
-    inputs: dict[Name, Name] = Field({}, max_length=MAX_PLACES)
+    inputs: dict[Name, Name] = Field({}, max_length=MAX_PLACEHOLDERS)
     output: Name | None = None
     criteria: PerformanceCriteria | None = None
     deadline: Timeout | None = None
@@ -150,7 +150,7 @@ class ChainedFields(Wire):
         return PerformanceCriteria.LATENCY
 
     @property
-    def wanted(self) -> PerformanceCriteria:
+    def effective_criteria(self) -> PerformanceCriteria:
         given = None if self.parrot is None else self.parrot.criteria
         return given or self.criteria
 

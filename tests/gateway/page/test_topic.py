@@ -69,7 +69,7 @@ def test_followers_have_the_view_whenever_they_looked(
 def test_a_follower_who_missed_more_than_is_remembered_gets_everything(
     monkeypatch: Any,
 ) -> None:
-    monkeypatch.setattr(topics, "_MAX_GONE", 2)
+    monkeypatch.setattr(topics, "_MAX_REMOVED", 2)
     current = dict.fromkeys("abcdef", 1)
     topic = Topic(lambda: rows_of(current))
     topic.update()

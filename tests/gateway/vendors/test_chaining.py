@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from parrot.gateway.transcript import MAX_PLACES
+from parrot.gateway.transcript import MAX_PLACEHOLDERS
 from parrot.observe.recorder import Recorder
 from parrot.protocol.engine_api import RegisterRequest
 from parrot.protocol.trace import AnswerLine, AnyTraceEvent, CallLine, ReadLine, SessionLine
@@ -327,7 +327,7 @@ class TestWhatIsRefused:
             ("{{x}}", {"inputs": {"x": "nobody"}}, "parrot.inputs.x"),
             ("no place", {"inputs": {"x": "v"}}, "parrot.inputs.x"),
             ("{{x}}", {"inputs": {"x": "v"}, "output": "nobody"}, "parrot.output"),
-            ("{{x}}" * (MAX_PLACES + 1), {"inputs": {"x": "v"}}, "parrot.inputs"),
+            ("{{x}}" * (MAX_PLACEHOLDERS + 1), {"inputs": {"x": "v"}}, "parrot.inputs"),
             ("{{y}}" * 20_000 + "{{x}}", {"inputs": {"x": "v"}}, "parrot.inputs"),
             ("x", {"session_id": 12345}, "parrot.session_id"),
             ("x", {"criteria": "soon"}, "parrot.criteria"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from parrot.gateway.vendors.responses.fields import MessageItem, ResponseItem
-from parrot.gateway.vendors.responses.store import Once, ResponseStore, StoredResponse
+from parrot.gateway.vendors.responses.store import IdempotencyKey, ResponseStore, StoredResponse
 from parrot.protocol.errors import Conflict, NotFound
 
 MAX_BYTES = 80_000
@@ -36,19 +36,22 @@ class StoreMachine(RuleBasedStateMachine):
     )
     def make(self, data: st.DataObject, tenant: str, size: int, key: str | None) -> None:
         """As a request does: what it continues is found first, and may go before it ends."""
-        once = None if key is None else Once(key, "the same")
-        if once is not None and (known := self.store.find_once(tenant, once)) is not None:
-            assert known.once == once
+        once = None if key is None else IdempotencyKey(key, "the same")
+        if (
+            once is not None
+            and (known := self.store.find_by_idempotency_key(tenant, once)) is not None
+        ):
+            assert known.idempotency_key == once
             assert known.tenant == tenant
             with pytest.raises(Conflict):
-                self.store.find_once(tenant, Once(once.key, "another"))
+                self.store.find_by_idempotency_key(tenant, IdempotencyKey(once.key, "another"))
             return
         own = [r for r in self.records if r.tenant == tenant and self.is_found(r)]
         previous = data.draw(st.sampled_from([None, *own[-8:]]))
         text = f"{len(self.records)} {'x' * size}"
         name = f"resp_{len(self.records)}"
         record = StoredResponse(name, tenant, previous, [message(text)])
-        record.once = once
+        record.idempotency_key = once
         before = [] if previous is None else [*self.contexts[previous.id], f"says {previous.id}"]
         self.contexts[record.id] = [*before, text]
         self.records.append(record)

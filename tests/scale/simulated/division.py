@@ -77,7 +77,7 @@ def placed(
             mine = (
                 n
                 for n in homes.of(session.app)
-                if n == chosen or not loads[n].seen.yields_to(asked)
+                if n == chosen or not loads[n].seen.declines_for(asked)
             )
             chosen = next(mine, chosen)
         loads[chosen].add(kind, 1)

@@ -25,15 +25,15 @@ from parrot.gateway.vendors.responses.fields import (
 )
 from parrot.gateway.vendors.responses.store import (
     Fields,
+    IdempotencyKey,
     KeptResponses,
-    Once,
     ResponseStore,
     StoredResponse,
 )
 from parrot.gateway.vendors.responses.writer import (
     Background,
     ResponseWriter,
-    told_again,
+    replayed_events,
     when_served,
 )
 from parrot.protocol.answers import Events
@@ -69,14 +69,14 @@ class Responses:
         request.require_support()
         once = None
         if caller.idempotency_key is not None and request.is_kept:
-            once = Once(caller.idempotency_key, _fingerprint(request))
-            if (known := self._store.find_once(caller.tenant, once)) is not None:
-                return self._given_again(known, request)
+            once = IdempotencyKey(caller.idempotency_key, _fingerprint(request))
+            if (known := self._store.find_by_idempotency_key(caller.tenant, once)) is not None:
+                return self._repeat_answer(known, request)
         record = self._record(request, caller.tenant)
-        record.once = once
+        record.idempotency_key = once
         asked = Asked(request, program_of(request, caller), caller.traceparent)
         turn, parser = self._submit(asked, record)
-        caller.tell(turn)
+        caller.report_prefix(turn)
         sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
         frame = request.frame(record.id, sampling) | chained(request, [turn])
         if request.is_deferred:
@@ -92,7 +92,7 @@ class Responses:
             return self._events(turn, parser, writer, record)
         return self._whole(turn, parser, writer, record)
 
-    def _given_again(
+    def _repeat_answer(
         self, record: StoredResponse, request: ResponseRequest
     ) -> bytes | AsyncGenerator[Events]:
         """The answer to a repeated request. Raises `Conflict` if the first one is not finished."""
@@ -101,11 +101,11 @@ class Responses:
         if not record.body:
             text = "the response to this key is being made: try again"
             raise Conflict(text, param="Idempotency-Key")
-        return self._repeated(record.body) if request.stream else record.body
+        return self._repeat_events(record.body) if request.stream else record.body
 
-    async def _repeated(self, body: bytes) -> AsyncGenerator[Events]:
+    async def _repeat_events(self, body: bytes) -> AsyncGenerator[Events]:
         await self.kept.durable(is_stored=True)
-        yield [(event["type"], event) for event in told_again(orjson.loads(body))]
+        yield [(event["type"], event) for event in replayed_events(orjson.loads(body))]
 
     def _submit(
         self, asked: Asked, record: StoredResponse, *, is_resumed: bool = False
@@ -121,7 +121,7 @@ class Responses:
                 calls=request.call_rules(),
                 program=asked.program,
                 traceparent=asked.traceparent,
-                criteria=request.wanted,
+                criteria=request.effective_criteria,
                 deadline=request.deadline,
                 chain=request.chain(),
                 is_resumed=is_resumed,
@@ -234,11 +234,11 @@ class Responses:
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: StoredResponse
     ) -> AsyncGenerator[Events]:
         with self._store.making(record):
-            async with aclosing(self._told(turn, parser, writer, record)) as events:
+            async with aclosing(self._stream_events(turn, parser, writer, record)) as events:
                 async for some in events:
                     yield some
 
-    async def _told(
+    async def _stream_events(
         self, turn: Turn, parser: AnswerParser, writer: ResponseWriter, record: StoredResponse
     ) -> AsyncGenerator[Events]:
         has_begun = False
@@ -305,11 +305,11 @@ class Responses:
         journal can be written."""
         for record, fields in self.kept.unfinished.values():
             record.job = Background(None, fields["frame"], self.kept.published)
-            work = self._again(record.job, fields, record, joined, timeout_s)
+            work = self._resume_one(record.job, fields, record, joined, timeout_s)
             self._tasks.spawn(work, name=record.id)
         self.kept.unfinished.clear()
 
-    async def _again(
+    async def _resume_one(
         self,
         job: Background,
         fields: Fields,

@@ -30,7 +30,7 @@ _DELETED = "response_deleted"  # The response cannot be found, but other respons
 Fields = Mapping[str, Any]
 
 
-class Once(NamedTuple):
+class IdempotencyKey(NamedTuple):
     """A client's idempotency key, and a digest of the request."""
 
     key: str
@@ -48,7 +48,7 @@ class StoredResponse:
     output: Sequence[ResponseItem] | None = None  # None: there is no answer
     body: bytes = b""  # the response as JSON, once it has ended
     has_variables: bool = False  # its own items contain names of session variables
-    once: Once | None = field(default=None, init=False)
+    idempotency_key: IdempotencyKey | None = field(default=None, init=False)
     job: Background | None = field(default=None, init=False)  # None: not a background response
     num_bytes: int = field(default=0, init=False)
     is_kept: bool = field(default=False, init=False)
@@ -80,7 +80,7 @@ class ResponseStore:
     other responses continue it, `on_dropped` is called again when its items are dropped."""
 
     def __init__(self, max_bytes: int, shard: Shard = ALONE) -> None:
-        self.on_dropped: Callable[[StoredResponse], None] = _nobody_hears
+        self.on_dropped: Callable[[StoredResponse], None] = _ignore_drop
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._shard = shard
@@ -113,11 +113,11 @@ class ResponseStore:
                 return item
         raise NotFound(f"no item `{item_id}` is kept here", param=param)
 
-    def find_once(self, tenant: str, once: Once) -> StoredResponse | None:
+    def find_by_idempotency_key(self, tenant: str, once: IdempotencyKey) -> StoredResponse | None:
         """The response that is stored or in progress for this key. Raises `Conflict` if the key
         belongs to a different request."""
         record = self._by_key.get((tenant, once.key))
-        if record is not None and record.once != once:
+        if record is not None and record.idempotency_key != once:
             raise Conflict("the key was used for another request", param="Idempotency-Key")
         return record
 
@@ -209,17 +209,17 @@ class ResponseStore:
         for record in kept.values():
             assert record.num_successors == successors[record.id], record.id
             assert record.is_deleted == (record.id not in self._by_id), record.id
-            if record.once is not None and not record.is_deleted:
-                assert self._by_key[record.tenant, record.once.key] is record, record.id
+            if record.idempotency_key is not None and not record.is_deleted:
+                assert self._by_key[record.tenant, record.idempotency_key.key] is record, record.id
         assert not any(record.is_deleted for record in self._by_key.values())
 
     def _claim(self, record: StoredResponse) -> None:
-        if record.once is not None:
-            self._by_key[record.tenant, record.once.key] = record
+        if record.idempotency_key is not None:
+            self._by_key[record.tenant, record.idempotency_key.key] = record
 
     def _release(self, record: StoredResponse) -> None:
-        if record.once is not None:
-            place = record.tenant, record.once.key
+        if record.idempotency_key is not None:
+            place = record.tenant, record.idempotency_key.key
             if self._by_key.get(place) is record:
                 del self._by_key[place]
 
@@ -235,7 +235,7 @@ class ResponseStore:
             del self._tenants[name]
 
 
-def _nobody_hears(record: StoredResponse) -> None:
+def _ignore_drop(record: StoredResponse) -> None:
     """Without a journal, responses are only in memory."""
 
 
@@ -262,7 +262,7 @@ class KeptResponses:
             _DELETED: self._restore_deleted,
         }
 
-    def keep_in(self, journal: CommandLog, is_closing: Callable[[], bool]) -> None:
+    def journal_to(self, journal: CommandLog, is_closing: Callable[[], bool]) -> None:
         """Journal changes from now on. A response that fails while `is_closing` is not journaled,
         so that the next process resumes it."""
         self._journal, self._is_closing = journal, is_closing
@@ -286,7 +286,7 @@ class KeptResponses:
             "body": record.body.decode(),
             "has_variables": record.has_variables,
             "work": work,
-            "once": None if record.once is None else list(record.once),
+            "once": None if record.idempotency_key is None else list(record.idempotency_key),
         }
         self._journal.append(record.id, _KEPT, fields)
 
@@ -326,7 +326,7 @@ class KeptResponses:
             has_variables=fields["has_variables"],
         )
         if (once := fields.get("once")) is not None:
-            record.once = Once(*once)
+            record.idempotency_key = IdempotencyKey(*once)
         if (work := fields.get("work")) is not None:
             self._store.begin(record)
             self.unfinished[response_id] = record, work

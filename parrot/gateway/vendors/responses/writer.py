@@ -241,7 +241,7 @@ class ResponseWriter:
         return {"type": kind, "sequence_number": number} | fields
 
 
-def told_again(response: Json) -> Iterator[Json]:
+def replayed_events(response: Json) -> Iterator[Json]:
     """The events of a finished response, with one delta per text."""
     begun = {"status": "in_progress", "usage": None, "completed_at": None, "error": None}
     writer = ResponseWriter(response | begun | {"incomplete_details": None})
