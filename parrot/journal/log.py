@@ -75,7 +75,7 @@ class Storage(Protocol):
     epoch: int
     """Greater than the epoch of every earlier owner of the records."""
 
-    def is_ours(self) -> bool:
+    def is_owned(self) -> bool:
         """Whether it is certain that no other process owns the records. Thread-safe."""
         ...
 
@@ -110,7 +110,7 @@ class Storage(Protocol):
     def close(self) -> None: ...
 
 
-class NotedEnds:
+class EndedSubjects:
     """The part of a `Storage` that knows which subjects may be trimmed."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ def is_address(journal: str) -> bool:
     return journal.startswith(("postgresql://", "postgres://"))
 
 
-def is_whole(record: Record, checksum: object) -> bool:
+def is_intact(record: Record, checksum: object) -> bool:
     """Whether the record is undamaged: its checksum matches."""
     try:
         return record.checksum == checksum and type(record.payload) is bytes
@@ -180,7 +180,7 @@ class Journal:
         self._turn: list[Record] = []  # of the current turn of the event loop
         self._ready: list[Record] = []  # of earlier turns, not yet handed to the thread
         self._is_gathering = False  # a caller waits for the ready records
-        self._lazy: asyncio.TimerHandle | None = None  # set while records are ready
+        self._write_timer: asyncio.TimerHandle | None = None  # set while records are ready
         self._seq = self._num_flushed = self._num_written = 0
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._writable = asyncio.Event()  # set, and replaced, when records can be written again
@@ -258,7 +258,7 @@ class Journal:
         if self.trouble:
             raise self._refusal()
 
-    async def has_room(self) -> None:
+    async def writable(self) -> None:
         """Wait until records can be written."""
         while self.trouble:
             await self._writable.wait()
@@ -273,7 +273,7 @@ class Journal:
         waiter = self._loop.create_future()
         self._waiters.append((self._seq, waiter))
         if not self._turn:
-            self._hasten()
+            self._write_soon()
         await waiter
 
     async def published(self) -> None:
@@ -286,7 +286,7 @@ class Journal:
         receive an error."""
         self._flush()
         self._hand_over()
-        if not self._file.is_ours():
+        if not self._file.is_owned():
             self._refuse("another process owns it")
         if self._watch is not None:
             self._watch.cancel()
@@ -304,17 +304,17 @@ class Journal:
         if not self._turn:
             return
         assert self._loop is not None
-        if self._lazy is None:
-            self._lazy = self._loop.call_later(_LAZY_S, self._hand_over)
+        if self._write_timer is None:
+            self._write_timer = self._loop.call_later(_LAZY_S, self._hand_over)
         self._num_flushed = self._turn[-1].seq
         self._ready += self._turn
         self._turn = []
         self._unwritten.append((self._num_flushed, self._loop.time()))
         self._set_watch()
         if self._waiters:
-            self._hasten()
+            self._write_soon()
 
-    def _hasten(self) -> None:
+    def _write_soon(self) -> None:
         """Write the ready records as soon as a turn of the event loop is idle: a caller waits."""
         if self._ready and not self._is_gathering:
             self._is_gathering = True
@@ -333,9 +333,9 @@ class Journal:
     def _hand_over(self) -> None:
         """Pass the ready records to the thread."""
         self._is_gathering = False
-        if self._lazy is not None:
-            self._lazy.cancel()
-            self._lazy = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         if not self._ready:
             return
         self._batches.put(self._ready)
@@ -360,15 +360,15 @@ class Journal:
                 while pending:
                     count = _num_at_once(pending)
                     self._file.write(pending[:count])
-                    self._tell(self._written, pending[count - 1].seq)
+                    self._report(self._written, pending[count - 1].seq)
                     del pending[:count]
                 if has_failed:
-                    self._tell(self._recovered)
+                    self._report(self._recovered)
                 has_failed = False
             except Exception as error:  # noqa: BLE001 - waiting callers must receive it
                 if not has_failed:
                     logger.error("the journal cannot be written: %s", error)
-                self._tell(self._refuse, str(error))
+                self._report(self._refuse, str(error))
                 has_failed = True
                 self._file.note_ends(pending)  # Trimming ended subjects makes room for the rest.
 
@@ -384,7 +384,7 @@ class Journal:
             return False
         return True
 
-    def _tell(self, report: Callable[..., None], *args: object) -> None:
+    def _report(self, report: Callable[..., None], *args: object) -> None:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(report, *args)
@@ -395,11 +395,11 @@ class Journal:
         self._num_written = seq
         while self._unwritten and self._unwritten[0][0] <= seq:
             self._unwritten.popleft()
-        if self._delay and self._left_s() > 0:
+        if self._delay and self._remaining_s() > 0:
             self._delay = ""
             logger.warning("the journal is written in time again")
             self._set_watch()
-            self._tell_writable()
+            self._report_writable()
         while self._waiters and self._waiters[0][0] <= seq:
             _, waiter = self._waiters.popleft()
             if not waiter.done():
@@ -408,19 +408,19 @@ class Journal:
     def _set_watch(self) -> None:
         assert self._loop is not None
         if self._watch is None and self._unwritten and not self._delay:
-            self._watch = self._loop.call_later(self._left_s(), self._look)
+            self._watch = self._loop.call_later(self._remaining_s(), self._check_delay)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         """Seconds that the oldest unwritten record may still wait."""
         if not self._unwritten:
             return self._max_wait_s
         assert self._loop is not None
         return self._unwritten[0][1] + self._max_wait_s - self._loop.time()
 
-    def _look(self) -> None:
+    def _check_delay(self) -> None:
         """Reject new work if the disk hangs, or if records arrive faster than it writes."""
         self._watch = None
-        if self._left_s() > 0:
+        if self._remaining_s() > 0:
             self._set_watch()
             return
         self._delay = f"a record has waited for {self._max_wait_s:g} s"
@@ -430,9 +430,9 @@ class Journal:
     def _recovered(self) -> None:
         logger.warning("the journal can be written again")
         self._failure = ""
-        self._tell_writable()
+        self._report_writable()
 
-    def _tell_writable(self) -> None:
+    def _report_writable(self) -> None:
         self._writable.set()
         self._writable = asyncio.Event()
 
@@ -441,7 +441,7 @@ class Journal:
         self._refuse_all()
 
     def _refusal(self) -> ParrotError:
-        if not self._file.is_ours():
+        if not self._file.is_owned():
             return Unavailable("another ServeCore may have taken over, so this one cannot answer")
         return InsufficientStorage(
             f"the journal cannot be written, so nothing is accepted: {self.trouble}"

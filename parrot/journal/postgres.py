@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from parrot.journal.log import ENDED, NotedEnds, Record, is_whole
+from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
 from parrot.utils.config import ConfigError
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -91,9 +91,9 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3.0  # Seconds that a lease is valid. A standby takes over this long after a crash.
 _RENEWAL_S = 1.0  # Seconds between renewals.
 _RETRY_S = 0.25  # Seconds before the next attempt after a database error.
-_LOOK_S = 1.0  # Longest wait of a standby in seconds, so that it notices `close`.
+_POLL_S = 1.0  # Longest wait of a standby in seconds, so that it notices `close`.
 _CLOSE_S = 3.0  # Seconds that `close` waits for the thread.
-_TAKE = """
+_ACQUIRE = """
 UPDATE parrot_lease
 SET epoch = greatest(epoch + 1, (extract(epoch FROM clock_timestamp()) * 1000)::bigint),
     expires = clock_timestamp() + make_interval(secs => %s)
@@ -122,7 +122,7 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._loop = asyncio.get_running_loop()
 
-    async def take(self) -> None:
+    async def acquire(self) -> None:
         """Wait until the lease is free, and acquire it. Raises the errors of the thread."""
         taken = self._loop.create_future()
         keep = threading.Thread(target=self._run, args=(taken,), name="lease", daemon=True)
@@ -130,7 +130,7 @@ class Lease:
         keep.start()
         await taken
 
-    async def over(self) -> None:
+    async def lost(self) -> None:
         """Return when another process holds the lease, or may hold it: if the server cannot be
         reached, this is assumed `LEASE_S` after the lease has expired."""
         while not self._lost.is_set() and (left_s := self._until + LEASE_S - _now()) > 0:
@@ -144,7 +144,7 @@ class Lease:
     def lose(self) -> None:
         """Treat the lease as lost. Thread-safe."""
         self._until = 0.0
-        self._tell(self._lost.set)
+        self._report(self._lost.set)
 
     async def close(self) -> None:
         """Release the lease, so that the next holder need not wait for its expiry."""
@@ -161,7 +161,7 @@ class Lease:
         except Exception as error:
             logger.exception("the journal's lease is no longer renewed")
             self.lose()
-            self._tell(partial(_settle, taken, error))
+            self._report(partial(_settle, taken, error))
 
     def _keep(self, taken: "asyncio.Future[None]") -> None:
         connection: Connection | None = None
@@ -190,19 +190,19 @@ class Lease:
             if not self._renew(connection):
                 self.lose()
                 return False
-        elif (wait_s := self._try(connection)) is not None:
-            for _ in connection.notifies(timeout=min(wait_s, _LOOK_S), stop_after=1):
+        elif (wait_s := self._try_acquire(connection)) is not None:
+            for _ in connection.notifies(timeout=min(wait_s, _POLL_S), stop_after=1):
                 pass
             return True
         else:
-            self._tell(partial(_settle, taken))
+            self._report(partial(_settle, taken))
         self._is_closing.wait(_RENEWAL_S)
         return True
 
-    def _try(self, connection: Connection) -> float | None:
+    def _try_acquire(self, connection: Connection) -> float | None:
         """Acquire the lease and return None. If it is not free, return the seconds it is valid."""
         before = _now()
-        row = connection.execute(_TAKE, (LEASE_S,)).fetchone()
+        row = connection.execute(_ACQUIRE, (LEASE_S,)).fetchone()
         if row is not None:
             (self.epoch,) = row
             self._until = before + LEASE_S
@@ -230,7 +230,7 @@ class Lease:
         except psycopg.Error as error:
             logger.warning("the journal's lease was not released: %s", error)
 
-    def _tell(self, event: Callable[[], object]) -> None:
+    def _report(self, event: Callable[[], object]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(event)
 
@@ -292,7 +292,7 @@ class Full(Exception):
     """The journal has reached its maximum size."""
 
 
-class PostgresRecords(NotedEnds):
+class PostgresRecords(EndedSubjects):
     """A `Storage` that changes nothing after the lease was lost. A broken connection is replaced
     at the next call."""
 
@@ -304,7 +304,7 @@ class PostgresRecords(NotedEnds):
         super().__init__()
         self._lease = lease
         self.epoch = lease.epoch
-        self.is_ours = lease.is_held
+        self.is_owned = lease.is_held
         self._max_bytes = max_bytes
         self._size = 0
         self._connection: Connection | None = None
@@ -326,7 +326,7 @@ class PostgresRecords(NotedEnds):
             cursor.execute(f"{_RECORDS} ORDER BY seq".encode())
             for *row, checksum in cursor:
                 record = Record(*row)
-                if is_damaged := not is_whole(record, checksum):
+                if is_damaged := not is_intact(record, checksum):
                     break
                 last = record.seq
                 if record.subject not in self._ended:
@@ -390,7 +390,7 @@ class PostgresRecords(NotedEnds):
         self._ended = {
             record.subject: None
             for *row, checksum in ends
-            if is_whole(record := Record(*row), checksum)
+            if is_intact(record := Record(*row), checksum)
         }
 
     def _cut(self, server: Connection, last: int) -> None:

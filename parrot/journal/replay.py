@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _NUMBERING = {Kind.CALL, Kind.NATIVE, Kind.GRAPH, Kind.VARIABLE, Kind.PROMPT}  # They assign ids.
 _FRAME_BYTES = 1024  # Estimated bytes of a record without its texts.
 # Records of a dormant session (or KiB, for a graph). Replaying this many takes about 10 ms at once.
-_MAX_LEFT = 64
+_MAX_DEFERRED = 64
 _TURN_S = 0.002  # Seconds per turn of the event loop for restoring dormant sessions.
 
 
@@ -52,7 +52,7 @@ def restore(
     secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
     core.tenants.restored(secret)
-    with _no_collection(), _nothing_runs(core):
+    with _no_collection(), _tasks_on_hold(core):
         journal.read(restoring.apply)
         core.sessions.restored(journal, partial(JournaledSession, journal), secret)
         core.fleet.record_models(journal)
@@ -64,7 +64,7 @@ def restore(
     for session in core.sessions:
         core.wake_soon(session)
     restoring.leave_dormant()
-    _restore_rest(core)
+    _restore_dormant(core)
 
 
 def _secret(journal: Journal) -> bytes:
@@ -74,21 +74,21 @@ def _secret(journal: Journal) -> bytes:
 
 
 @contextmanager
-def _nothing_runs(core: ServeCore) -> Iterator[None]:
+def _tasks_on_hold(core: ServeCore) -> Iterator[None]:
     """Start no task in the block, because the replayed tasks have run before. After the block, the
     unfinished tasks start."""
     core.tasks.hold()
     yield
-    core.tasks.go_on()
+    core.tasks.resume()
 
 
-def _restore_rest(core: ServeCore) -> None:
+def _restore_dormant(core: ServeCore) -> None:
     """Restore some dormant sessions now, and the rest in later turns of the event loop."""
     end = time.perf_counter() + _TURN_S
     while core.sessions.dormant and not core.is_closing:
         core.sessions.find(next(iter(core.sessions.dormant)))
         if time.perf_counter() > end:
-            asyncio.get_running_loop().call_soon(_restore_rest, core)
+            asyncio.get_running_loop().call_soon(_restore_dormant, core)
             return
 
 
@@ -127,19 +127,19 @@ class _Restoring:
         self._journal = journal
         self._others = others
         self._broken: set[str] = set()
-        self._left: dict[str, list[Record]] = {}  # records to replay later, by session
+        self._deferred: dict[str, list[Record]] = {}  # records to replay later, by session
         self._sizes: Counter[str] = Counter()  # the sum of `_size` of these records
         self._orphans: list[tuple[Session, int]] = []  # calls whose clients are disconnected
-        self._last = ""  # the session in `_left` that received the last ids
+        self._last = ""  # the session in `_deferred` that received the last ids
 
     def apply(self, record: Record) -> None:
-        if (left := self._left.get(record.subject)) is not None:
+        if (left := self._deferred.get(record.subject)) is not None:
             left.append(record)
             if record.kind in _NUMBERING:
                 self._last = record.subject
             self._sizes[record.subject] += _size(record)
-            if self._sizes[record.subject] > _MAX_LEFT:
-                self._restore_left(record.subject)
+            if self._sizes[record.subject] > _MAX_DEFERRED:
+                self._restore_deferred(record.subject)
             return
         self._apply_now(record)
 
@@ -164,7 +164,7 @@ class _Restoring:
 
     def leave_dormant(self) -> None:
         """Register the remaining sessions as dormant, to be restored on their first use."""
-        for subject, records in self._left.items():
+        for subject, records in self._deferred.items():
             session_id = int(subject)
             session = self._core.sessions.find(session_id)
             if records and session is not None:
@@ -181,7 +181,7 @@ class _Restoring:
         assert session is not None, session_id
         session.account.add(**{name: -amount for name, amount in held.items()})
 
-        with _nothing_runs(core):
+        with _tasks_on_hold(core):
             with core.sessions.replaying(session):
                 self._journal.replay(records, self._apply_now)
             if str(session_id) in self._broken:
@@ -190,12 +190,12 @@ class _Restoring:
         if core.sessions.find(session_id) is session:
             core.wake_soon(session)
 
-    def _restore_left(self, subject: str) -> None:
+    def _restore_deferred(self, subject: str) -> None:
         """Replay the session now. More records would take too long in one turn later."""
         session = self._core.sessions.find(int(subject))
         assert session is not None, subject
         with self._core.sessions.replaying(session):
-            self._journal.replay(self._left.pop(subject), self._apply_now)
+            self._journal.replay(self._deferred.pop(subject), self._apply_now)
 
     def _apply_now(self, record: Record) -> None:
         if record.subject in self._broken:
@@ -214,7 +214,7 @@ class _Restoring:
         if kind is Kind.SESSION:
             sessions.restore(begin := Begin(**fields))
             if not begin.is_program:  # The gateway searches program sessions, so they are restored.
-                self._left[subject] = []
+                self._deferred[subject] = []
             return
         session = sessions.find(int(subject))
         assert session is not None, f"no session {subject}"

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO
 
-from parrot.journal.log import ENDED, NotedEnds, Record, is_whole
+from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _ROW = "(?, ?, ?, ?, ?, ?)"
 _MAX_ROWS = 64
 
 
-class JournalFile(NotedEnds):
+class JournalFile(EndedSubjects):
     """A `Storage` in one file. Written records survive a power failure: with `synchronous` FULL,
     SQLite syncs the write-ahead log with each transaction."""
 
@@ -72,7 +72,7 @@ class JournalFile(NotedEnds):
             self._lock.close()
             raise
 
-    def is_ours(self) -> bool:
+    def is_owned(self) -> bool:
         return True  # the file lock guarantees it
 
     def fact(self, name: str, value: int) -> int:
@@ -95,7 +95,7 @@ class JournalFile(NotedEnds):
                 f"SELECT {_ROWS} FROM records NOT INDEXED ORDER BY seq"
             ):
                 record = Record(*row)
-                if not is_whole(record, checksum):
+                if not is_intact(record, checksum):
                     break
                 last = record.seq
                 self._seqs[record.subject].append(last)
@@ -210,7 +210,7 @@ class JournalFile(NotedEnds):
         try:
             for *row, checksum in self._database.execute(ends):
                 record = Record(*row)
-                if is_whole(record, checksum):
+                if is_intact(record, checksum):
                     ended[record.subject] = None
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):

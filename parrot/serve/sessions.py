@@ -242,7 +242,7 @@ class CommandLog(Protocol):
         """Record that the subject has ended."""
         ...
 
-    async def has_room(self) -> None:
+    async def writable(self) -> None:
         """Wait until records can be written."""
         ...
 

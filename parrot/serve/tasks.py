@@ -134,10 +134,10 @@ class TaskRunner:
         check_call(request, self._max_native_timeout_s)
 
     def hold(self) -> None:
-        """Start no task until `go_on`: the replayed tasks have run before."""
+        """Start no task until `resume`: the replayed tasks have run before."""
         self._held = {}
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Start the unfinished tasks that were held, and all later ones."""
         self._dispatcher.restored()
         held, self._held = self._held or {}, None

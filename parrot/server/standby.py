@@ -100,12 +100,12 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
 
     lease = Lease(address)
     try:
-        await lease.take()
+        await lease.acquire()
         logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
         records = PostgresRecords(lease, config.journal_size)
         async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
             with front.turn(it, lease.is_held):
-                await lease.over()
+                await lease.lost()
             logger.error("another ServeCore has the journal now, or may: this one stands by")
     finally:
         await lease.close()

@@ -22,7 +22,7 @@ class MemoryFile:
         self.records = list(records)
         self.epoch = 1
 
-    def is_ours(self) -> bool:
+    def is_owned(self) -> bool:
         return True
 
     def fact(self, name: str, value: int) -> int:

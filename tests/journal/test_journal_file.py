@@ -393,7 +393,7 @@ async def test_it_is_opened_and_read_though_the_disk_is_full(tmp_path: Path) -> 
         journal.append("1", "b", {})
         with pytest.raises(InsufficientStorage):
             await journal.durable()
-        waiting = asyncio.ensure_future(journal.has_room())
+        waiting = asyncio.ensure_future(journal.writable())
     async with asyncio.timeout(20):
         await waiting
     await journal.durable()

@@ -152,7 +152,7 @@ async def test_a_session_that_could_not_be_written_has_ended() -> None:
         await full(site, file)
         assert not list(site.core.sessions)
         file.full = False
-        await journal_of(site).has_room()
+        await journal_of(site).writable()
         await site.post("/v1/session", {})
     async with serving(MemoryFile(file.records)) as site:
         assert len(list(site.core.sessions)) == 1

@@ -41,7 +41,7 @@ async def taken(address: str) -> AsyncIterator[Lease]:
     lease = Lease(address)
     try:
         async with asyncio.timeout(10):
-            await lease.take()
+            await lease.acquire()
         yield lease
     finally:
         await lease.close()
@@ -69,7 +69,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def is_over(lease: Lease) -> bool:
-    over = asyncio.ensure_future(lease.over())
+    over = asyncio.ensure_future(lease.lost())
     await asyncio.wait((over,), timeout=0.1)
     over.cancel()
     return over.done()
@@ -131,9 +131,9 @@ async def test_who_lost_the_lease_changes_nothing(postgres: Server) -> None:
             for change in (lambda: old.write([record(4)]), old.trim):
                 with pytest.raises(Superseded):
                     change()
-            await asyncio.wait_for(old._lease.over(), 1)
-            assert not old.is_ours()
-            assert new.is_ours()
+            await asyncio.wait_for(old._lease.lost(), 1)
+            assert not old.is_owned()
+            assert new.is_owned()
             new.write([record(4, "new")])
             assert new.last_seq() == 4
     assert [r.subject for r in await read(address)] == ["1", "new"]
@@ -188,10 +188,10 @@ async def test_a_defect_of_the_lease_s_thread_is_told(
     address = postgres.database()
     async with taken(address) as lease:
         monkeypatch.setattr(Lease, "_renew", broken)
-        await asyncio.wait_for(lease.over(), 20)
+        await asyncio.wait_for(lease.lost(), 20)
         assert not lease.is_held()
     monkeypatch.undo()
-    monkeypatch.setattr(Lease, "_try", broken)
+    monkeypatch.setattr(Lease, "_try_acquire", broken)
     with pytest.raises(ArithmeticError, match="a defect"):
         async with taken(address):
             pass
@@ -274,7 +274,7 @@ async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
             journal.append("1", "call", {})
             with pytest.raises(InsufficientStorage):
                 await journal.durable()
-            await until(lambda: not records.is_ours())
+            await until(lambda: not records.is_owned())
             assert not await is_over(records._lease)  # the server may be back soon
             for ask in (journal.durable, journal.published):
                 with pytest.raises(Unavailable):
@@ -284,7 +284,7 @@ async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
                 await asyncio.to_thread(postgres.start)
             else:
                 postgres.signal(signal.SIGCONT)
-        await until(lambda: not journal.trouble and records.is_ours())  # nobody took it meanwhile
+        await until(lambda: not journal.trouble and records.is_owned())  # nobody took it meanwhile
         await journal.durable()
         await journal.close()
     assert len(await read(address)) == 2

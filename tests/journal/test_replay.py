@@ -479,7 +479,7 @@ def _call(world: World, scope: dict[str, Any], name: str = "f") -> str:
 @pytest.fixture
 def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions are only restored when they are asked for."""
-    monkeypatch.setattr(restoring, "_restore_rest", lambda core: None)
+    monkeypatch.setattr(restoring, "_restore_dormant", lambda core: None)
 
 
 def _scope(known: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ class MemoryStorage:
         self._facts: dict[str, int] = {}
         self._last_seq = 0
 
-    def is_ours(self) -> bool:
+    def is_owned(self) -> bool:
         return True
 
     def fact(self, name: str, value: int) -> int:
@@ -56,9 +56,9 @@ class VirtualJournal(Journal):
 
     def _hand_over(self) -> None:
         self._is_gathering = False
-        if self._lazy is not None:
-            self._lazy.cancel()
-            self._lazy = None
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
         if self._ready:
             self._file.write(self._ready)
             self._written(self._ready[-1].seq)

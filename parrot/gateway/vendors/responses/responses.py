@@ -324,7 +324,7 @@ class Responses:
 
         try:
             asked = Asked.of(fields)
-            turn, parser = await when_served(submit, joined, self.kept.has_room, timeout_s)
+            turn, parser = await when_served(submit, joined, self.kept.writable, timeout_s)
         except ParrotError as error:
             job.add(error)
             self._keep(job.writer, record)

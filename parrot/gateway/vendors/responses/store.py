@@ -301,10 +301,10 @@ class KeptResponses:
         """Wait like `durable`, but return at once while records cannot be written."""
         await self.durable(is_stored=False)
 
-    async def has_room(self) -> None:
+    async def writable(self) -> None:
         """Wait until records can be written."""
         if self._journal is not None:
-            await self._journal.has_room()
+            await self._journal.writable()
 
     def _dropped(self, record: StoredResponse) -> None:
         assert self._journal is not None

@@ -293,18 +293,18 @@ def _usage(usage: TokenUsage) -> Json:
 async def when_served(
     submit: Callable[[], T],
     joined: Callable[[], Awaitable[None]],
-    has_room: Callable[[], Awaitable[None]],
+    writable: Callable[[], Awaitable[None]],
     timeout_s: float,
 ) -> T:
     """Call `submit` once engines with the model exist and the journal can be written. `joined`
-    waits for the next engine, for up to `timeout_s`. `has_room` waits for the journal, without
+    waits for the next engine, for up to `timeout_s`. `writable` waits for the journal, without
     a limit. Raises the other errors of `submit`, and its `NoEngine` or `NotFound` at the timeout.
     """
     while True:
         try:
             return await _when_served(submit, joined, timeout_s)
         except InsufficientStorage:
-            await has_room()
+            await writable()
 
 
 async def _when_served(
