@@ -22,7 +22,7 @@ from parrot.protocol.public import (
 from parrot.protocol.template import TemplateText, parse_template, placeholder
 from parrot.serve.events import (
     CallAdded,
-    CancelAsked,
+    CancelRequested,
     CoreClosed,
     EngineJoined,
     PromptAdded,
@@ -94,7 +94,7 @@ class Recorder:
             PromptAdded: self._prompt_added,
             VariableCreated: self._variable_created,
             VariableSet: self._variable_set,
-            CancelAsked: self._cancel_asked,
+            CancelRequested: self._cancel_requested,
             ReadBegan: self._read_began,
             ReadEnded: self._read_ended,
             CoreClosed: self._core_closed,
@@ -162,7 +162,7 @@ class Recorder:
         value = self._text(event.content)
         self._note(trace.SetLine, event.session, var_id=event.var_id, value=value)
 
-    def _cancel_asked(self, event: CancelAsked) -> None:
+    def _cancel_requested(self, event: CancelRequested) -> None:
         session, request_id, var_id = event
         self._note(trace.CancelLine, session, request_id=request_id, var_id=var_id)
 

@@ -29,7 +29,7 @@ from parrot.protocol.public import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.events import (
     CallAdded,
-    CancelAsked,
+    CancelRequested,
     CoreClosed,
     SessionBegan,
     SessionDeleted,
@@ -260,7 +260,7 @@ class ServeCore:
     def cancel_call(self, session_id: int, session_auth: str | None, request_id: int) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelCall(request_id))
-        self.events.emit(CancelAsked, session, request_id=request_id)
+        self.events.emit(CancelRequested, session, request_id=request_id)
 
     def create_var(
         self, session_id: int, session_auth: str | None, var_name: str, content: str | None
@@ -286,7 +286,7 @@ class ServeCore:
     def cancel_var(self, session_id: int, session_auth: str | None, var_id: str) -> None:
         session = self.sessions.authenticate(session_id, session_auth)
         session.apply(CancelVariable(var_id))
-        self.events.emit(CancelAsked, session, var_id=var_id)
+        self.events.emit(CancelRequested, session, var_id=var_id)
 
     def variable(self, request: VarGetRequest, var_id: str) -> SemanticVariable:
         session = self.sessions.authenticate(request.session_id, request.session_auth)
@@ -385,7 +385,7 @@ class ServeCore:
         """Reject new requests and end all sessions. Open reads fail with `Unavailable`."""
         self.is_closing = self.sessions.is_closing = True
         for session in self.sessions:
-            session.follow(None)  # The journal keeps the session for the next process.
+            session.set_log(None)  # The journal keeps the session for the next process.
             self.end(session, Unavailable("ServeCore is shutting down"))
         self.sessions.backlog.finish()
 
@@ -409,7 +409,7 @@ class ServeCore:
         """End a session: it can no longer be found, and the backlog frees its calls and values."""
         if session.log is not None:
             session.log.ended()
-            session.follow(None)
+            session.set_log(None)
         self.sessions.retire(session)
         for attached in self._attached:
             attached.forget(session)

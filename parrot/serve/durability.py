@@ -23,7 +23,7 @@ class Wait(Enum):
     """Nothing: the verb changes no session, or waits for the journal itself."""
 
 
-def lasting(
+def durable_verb(
     verb: Verb,
     log: CommandLog | None,
     wait: Wait = Wait.DURABLE,
@@ -38,7 +38,7 @@ def lasting(
     async def settled(wait: Wait) -> None:
         await (log.durable() if wait is Wait.DURABLE else log.published())
 
-    async def lasting_verb(**arguments: Any) -> Any:
+    async def verb_with_wait(**arguments: Any) -> Any:
         now = wait
         try:
             result = verb(**arguments)
@@ -61,4 +61,4 @@ def lasting(
             raise
         return result
 
-    return wraps(verb)(lasting_verb)
+    return wraps(verb)(verb_with_wait)

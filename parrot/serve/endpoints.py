@@ -51,7 +51,7 @@ from parrot.protocol.public import (
     VarSetRequest,
 )
 from parrot.serve.core import ServeCore
-from parrot.serve.durability import Wait, lasting
+from parrot.serve.durability import Wait, durable_verb
 from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.readers import read_view
 from parrot.serve.sessions import Session
@@ -244,7 +244,7 @@ class _ProgramRoutes:
         undo: Callable[[Any], None] | None = None,
     ) -> Endpoint:
         described = Described(errors)
-        verb = lasting(verb, self.core.sessions.journal, wait, undo)
+        verb = durable_verb(verb, self.core.sessions.journal, wait, undo)
         return Endpoint(method, path, verb, summary, body=body, access=access, described=described)
 
     def _admits(self, request: Request) -> bool:
@@ -475,7 +475,7 @@ def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
         one = Endpoint(
             method,
             path,
-            lasting(verb, core.sessions.journal, wait),
+            durable_verb(verb, core.sessions.journal, wait),
             summary,
             access=Access.ADMIN,
             body=SMALL_BODY,

@@ -35,7 +35,7 @@ class Events:
         for kind in sink:
             self._sinks.setdefault(kind, []).append(sink)
 
-    def wants(self, *kinds: type) -> bool:
+    def has_sink(self, *kinds: type) -> bool:
         """Whether any sink handles one of these event types."""
         return not self._sinks.keys().isdisjoint(kinds)
 
@@ -143,7 +143,7 @@ class VariableSet(NamedTuple):
     content: str
 
 
-class CancelAsked(NamedTuple):
+class CancelRequested(NamedTuple):
     """A program cancels a call or a variable."""
 
     session: Session

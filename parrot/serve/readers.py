@@ -61,9 +61,9 @@ class Reads:
     async def value(self, session: Session, variable: SemanticVariable, options: ReadLimits) -> str:
         """Wait for the value of a variable."""
         async with session.published():
-            if not self._events.wants(ReadBegan, ReadEnded):
+            if not self._events.has_sink(ReadBegan, ReadEnded):
                 return await self._value(session, variable, options)
-            with self._told(session, options, [variable.id]):
+            with self._emit_events(session, options, [variable.id]):
                 return await self._value(session, variable, options)
 
     async def _value(
@@ -72,13 +72,15 @@ class Reads:
         if variable.is_settled:
             return variable.result()
         with self._open(session, options) as read:
-            read.want(variable)
+            read.add_reader(variable)
             if options.blocked:
                 self._wake_held(session)
-            async with time_limit(self._timers, read.end, lambda: self._late(variable, options)):
+            async with time_limit(
+                self._timers, read.end, lambda: self._timeout_text(variable, options)
+            ):
                 return await variable.wait()
 
-    def _late(self, variable: SemanticVariable, options: ReadLimits) -> str:
+    def _timeout_text(self, variable: SemanticVariable, options: ReadLimits) -> str:
         return f"`{variable.name}` was not ready after {options.timeout:g} s: {self._why(variable)}"
 
     def stream(
@@ -86,18 +88,18 @@ class Reads:
     ) -> AsyncGenerator[str]:
         """The value in deltas, starting with the text so far."""
         deltas = self._stream(session, variable, options)
-        if not self._events.wants(ReadBegan, ReadEnded):
+        if not self._events.has_sink(ReadBegan, ReadEnded):
             return deltas
-        return self._told_stream(session, variable, options, deltas)
+        return self._stream_with_events(session, variable, options, deltas)
 
-    async def _told_stream(
+    async def _stream_with_events(
         self,
         session: Session,
         variable: SemanticVariable,
         options: ReadLimits,
         deltas: AsyncGenerator[str],
     ) -> AsyncGenerator[str]:
-        with self._told(session, options, [variable.id], is_stream=True):
+        with self._emit_events(session, options, [variable.id], is_stream=True):
             async with aclosing(deltas):
                 async for delta in deltas:
                     yield delta
@@ -112,7 +114,7 @@ class Reads:
                 return
             deltas = variable.stream()
             with self._open(session, options) as read:
-                read.want(variable, as_stream=True)
+                read.add_reader(variable, as_stream=True)
                 if options.blocked:
                     self._wake_held(session)
                 if read.end is None:
@@ -121,7 +123,7 @@ class Reads:
                     return
                 while True:
                     async with time_limit(
-                        self._timers, read.end, lambda: self._late(variable, options)
+                        self._timers, read.end, lambda: self._timeout_text(variable, options)
                     ):
                         delta = await anext(deltas, None)
                     if delta is None:
@@ -135,9 +137,9 @@ class Reads:
         have failed. When the last of them is ready, this reader leaves the others in the same turn
         of the event loop."""
         async with session.published():
-            if not self._events.wants(ReadBegan, ReadEnded):
+            if not self._events.has_sink(ReadBegan, ReadEnded):
                 return await self._first(session, variables, request)
-            with self._told(session, request, request.var_ids, k=request.k):
+            with self._emit_events(session, request, request.var_ids, k=request.k):
                 return await self._first(session, variables, request)
 
     async def _first(
@@ -152,19 +154,19 @@ class Reads:
                 if request.blocked:
                     self._wake_held(session)
                 async with time_limit(
-                    self._timers, read.end, lambda: self._late_race(race, request)
+                    self._timers, read.end, lambda: self._race_timeout_text(race, request)
                 ):
                     await race.decided
             finally:
                 race.close()
         return race.result()
 
-    def _late_race(self, race: "_Race", options: ReadLimits) -> str:
+    def _race_timeout_text(self, race: "_Race", options: ReadLimits) -> str:
         late = race.first_open
         return f"{race.progress} after {options.timeout:g} s. `{late.name}`: {self._why(late)}"
 
     @contextmanager
-    def _told(
+    def _emit_events(
         self,
         session: Session,
         options: ReadLimits,
@@ -214,9 +216,9 @@ class Reads:
             session.timed_reads.pop(read, None)
             session.last_active = self._clock.now()
             if grace_s:
-                self._timers.call_at(session.last_active + grace_s, read.leave)
+                self._timers.call_at(session.last_active + grace_s, read.withdraw)
             else:
-                read.leave()
+                read.withdraw()
 
 
 class _Read:
@@ -233,14 +235,14 @@ class _Read:
         self.candidates: Sequence[SemanticVariable] = ()
         """The variables of a race. When it is decided, the others are not run in background."""
 
-    def want(
+    def add_reader(
         self, variable: SemanticVariable, *, as_stream: bool = False, is_racing: bool = False
     ) -> None:
         reader = Reader(variable, self._criteria, self._deadline, as_stream, is_racing)
         self._readers.append(reader)
         self._activation.add_reader(reader)
 
-    def leave(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw the readers. Safe in any state."""
         readers, self._readers = self._readers, []
         for reader in readers:
@@ -253,10 +255,10 @@ class _Race:
     """Counts ready and failed variables until the race is `decided`, in the turn of the event loop
     in which a variable is settled."""
 
-    def __init__(self, num_wanted: int, num_entries: int, read: _Read) -> None:
+    def __init__(self, num_needed: int, num_entries: int, read: _Read) -> None:
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._num_wanted = num_wanted
-        self._has_losers = num_wanted < num_entries
+        self._num_needed = num_needed
+        self._has_losers = num_needed < num_entries
         self._num_open = num_entries
         self._read = read
         self._watched: list[SemanticVariable] = []
@@ -269,11 +271,11 @@ class _Race:
         elif not self.decided.done():
             self._watched.append(variable)
             variable.on_settled(self._on_settled)
-            self._read.want(variable, is_racing=self._has_losers)
+            self._read.add_reader(variable, is_racing=self._has_losers)
 
     @property
     def progress(self) -> str:
-        return f"{len(self._winners)} of the {self._num_wanted} wanted variables were ready"
+        return f"{len(self._winners)} of the {self._num_needed} wanted variables were ready"
 
     @property
     def first_open(self) -> SemanticVariable:
@@ -295,17 +297,17 @@ class _Race:
         self._num_open -= 1
         if variable.error is None:
             self._winners.append(variable)
-        elif self._num_open + len(self._winners) < self._num_wanted:
+        elif self._num_open + len(self._winners) < self._num_needed:
             self._error = self._too_few(variable.error)
-        if self._error is not None or len(self._winners) == self._num_wanted:
+        if self._error is not None or len(self._winners) == self._num_needed:
             self.decided.set_result(None)
-            self._read.leave()
+            self._read.withdraw()
 
     def _too_few(self, cause: ParrotError) -> ParrotError:
         """The error of a race that can no longer succeed, of the same type as `cause`."""
         possible = self._num_open + len(self._winners)
         error = type(cause)(
-            f"only {possible} of the {self._num_wanted} wanted can be ready, since others failed: "
+            f"only {possible} of the {self._num_needed} wanted can be ready, since others failed: "
             f"{cause.message}",
             param=cause.param,
         )

@@ -270,7 +270,7 @@ class Session:
     expiry: Timer | None = None
     log: SessionLog | None = None
 
-    def follow(self, log: SessionLog | None) -> None:
+    def set_log(self, log: SessionLog | None) -> None:
         """Record changes in this log from now on; None: record nothing."""
         self.log = log
         self.graph.propagation.on_settled = None if log is None else log.settled
@@ -351,7 +351,7 @@ class SessionNumbers:
         token = derived_token(self.secret, session_id)
         return token if self._shard is None else token + self._shard.mark
 
-    def taken(self, session_id: int) -> None:
+    def mark_used(self, session_id: int) -> None:
         """Mark the id as used: the next id is greater."""
         self.next = max(self.next, self._aligned(session_id + 1))
 
@@ -468,7 +468,7 @@ class SessionRegistry:
         if self.journal is not None:
             log = self._make_log(session.id)
             log.began(begin)
-            session.follow(log)
+            session.set_log(log)
         return session
 
     def restore(self, begin: Begin) -> Session:
@@ -481,11 +481,11 @@ class SessionRegistry:
         recorded and do not count as activity. No id is assigned twice."""
         log, last_active, ids = session.log, session.last_active, self._shared
         numbers = ids.tasks.upcoming, ids.requests.upcoming
-        session.follow(None)
+        session.set_log(None)
         try:
             yield
         finally:
-            session.follow(log)
+            session.set_log(log)
             session.last_active = last_active
             ids.tasks.upcoming = max(numbers[0], ids.tasks.upcoming)
             ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
@@ -519,7 +519,7 @@ class SessionRegistry:
         assert account.parent is not None
         account.add(sessions=1, text_bytes=num_bytes(begin.apps))
         self._tenants[begin.tenant] = account.parent
-        self.numbers.taken(begin.id)
+        self.numbers.mark_used(begin.id)
         now = self._clock.now()
         graph = SessionGraph(
             begin.id,
@@ -549,7 +549,7 @@ class SessionRegistry:
         self.numbers.secret = secret
         for session in self:
             session.last_active = self._clock.now()
-            session.follow(make_log(session.id))
+            session.set_log(make_log(session.id))
 
     def authenticate(self, session_id: int, session_auth: str | None) -> Session:
         """The live session; marks it as active. Raises `AuthenticationFailed` without an auth,

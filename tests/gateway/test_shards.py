@@ -323,14 +323,14 @@ def test_ids_of_a_shard_grow_and_tell_it(first: int, index: int, restored: list[
         with pytest.raises(ElsewhereError):
             other.require_token(numbers.auth(numbers.next))
         before = numbers.next
-        numbers.taken(before)
+        numbers.mark_used(before)
 
 
 def test_one_that_is_alone_knows_nothing_of_shards() -> None:
     numbers = SessionNumbers(7)
     assert numbers.next == 7
     assert "." not in numbers.auth(7)
-    numbers.taken(7)
+    numbers.mark_used(7)
     assert numbers.next == 8
     for number in range(200):
         ALONE.require_session(number)

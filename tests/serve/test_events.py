@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from parrot.serve.events import CancelAsked, CoreClosed, Events, PrefixBroken
+from parrot.serve.events import CancelRequested, CoreClosed, Events, PrefixBroken
 
 
 def test_a_sink_hears_of_what_it_takes_and_of_nothing_else() -> None:
@@ -13,8 +13,8 @@ def test_a_sink_hears_of_what_it_takes_and_of_nothing_else() -> None:
     events.emit(PrefixBroken, "edited")
     events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
     assert heard == [PrefixBroken("edited")]
-    assert events.wants(CoreClosed, PrefixBroken)
-    assert not events.wants(CoreClosed, CancelAsked)
+    assert events.has_sink(CoreClosed, PrefixBroken)
+    assert not events.has_sink(CoreClosed, CancelRequested)
 
 
 def test_an_event_that_nobody_takes_is_not_made() -> None:
@@ -40,7 +40,7 @@ def test_a_sink_that_fails_is_told_nothing_more_and_disturbs_nobody(
     events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
     assert heard == [PrefixBroken("one"), PrefixBroken("two")]
     assert caplog.text.count("fail failed, and its sink stops") == 1
-    assert not events.wants(CoreClosed)
+    assert not events.has_sink(CoreClosed)
 
 
 def test_a_sink_that_fails_while_it_fails_is_removed_once() -> None:
@@ -53,4 +53,4 @@ def test_a_sink_that_fails_while_it_fails_is_removed_once() -> None:
 
     events.add({PrefixBroken: fail})
     events.emit(PrefixBroken, "outer")
-    assert not events.wants(PrefixBroken)
+    assert not events.has_sink(PrefixBroken)

@@ -36,7 +36,7 @@ from parrot.protocol.public import (
     SessionCreateResponse,
 )
 from parrot.serve.core import ServeCore
-from parrot.serve.durability import Wait, lasting
+from parrot.serve.durability import Wait, durable_verb
 from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.sessions import Session
 
@@ -129,7 +129,7 @@ class Page:
             arguments["visitor"] = visitor_of(request)
 
         if method != "GET":
-            verb = lasting(verb, self._core.sessions.journal, wait, undo)
+            verb = durable_verb(verb, self._core.sessions.journal, wait, undo)
         endpoint = Endpoint(method, f"/ui/api/{path}", verb, access=Access.VISITOR, body=SMALL_BODY)
         endpoint.checked(lambda request: visitor_of(request).name).stepping(name_visitor)
         return endpoint if self._audit is None else audited(endpoint, self._audit)

@@ -26,7 +26,7 @@ from parrot.protocol.endpoint import (
 )
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.serve.core import ServeCore
-from parrot.serve.durability import Wait, lasting
+from parrot.serve.durability import Wait, durable_verb
 from parrot.utils.shard import ElsewhereError
 from parrot.utils.traceparent import TraceParent
 
@@ -135,7 +135,7 @@ class VendorEndpoint(Endpoint):
         super().__init__(
             offer.method,
             offer.path,
-            lasting(offer.verb, core.sessions.journal, wait),
+            durable_verb(offer.verb, core.sessions.journal, wait),
             offer.summary,
             access=Access.API_KEY,
             described=offer.described,

@@ -517,7 +517,7 @@ class Dispatcher:
         if self._prefetch is not None and run.attempt is not None:
             for waiter in run.waiters:
                 self._prefetch.started(waiter, run.attempt.engine.id)
-        if self.events.wants(CompletionPlaced):
+        if self.events.has_sink(CompletionPlaced):
             for waiter in run.waiters:
                 self.events.emit(CompletionPlaced, waiter)
 

@@ -233,7 +233,9 @@ class TokenizerRegistry:
         tokenizer = ModelTokenizer(
             tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
         )
-        found = [one for text in self._public_texts for one in await _beginnings(text, tokenizer)]
+        found = [
+            one for text in self._public_texts for one in await _public_prefixes(text, tokenizer)
+        ]
         public = tuple(sorted(found, key=len, reverse=True))
         self._models[model, tokenizer_id] = replace(tokenizer, public=public)
 
@@ -261,7 +263,7 @@ def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTe
         return None
 
 
-async def _beginnings(text: str, tokenizer: ModelTokenizer) -> list[Ids]:
+async def _public_prefixes(text: str, tokenizer: ModelTokenizer) -> list[Ids]:
     """The first tokens of prompts, and of chats' system messages, that start with the text."""
     encoder, chat = tokenizer.encoder, tokenizer.chat
     found = [await encoder.encode(text, Style(special=True, first=True))]
@@ -362,15 +364,15 @@ async def encode_prompt(
     if tokenizer is None:
         return [_plain(segment) for segment in segments]
     if not chat:
-        room = _Room(limit, num_before)
+        room = _TokenLimit(limit, num_before)
         encoded = [
-            room.take(await _encode(segment, i == num_before == 0, tokenizer))
+            room.add(await _encode(segment, i == num_before == 0, tokenizer))
             for i, segment in enumerate(segments)
         ]
     elif tokenizer.chat is None:
         raise UnsupportedField("the model has no chat template", param="chat")
     else:
-        encoded = await _encode_chat(segments, is_whole, tokenizer, _Room(limit))
+        encoded = await _encode_chat(segments, is_whole, tokenizer, _TokenLimit(limit))
     if not num_before and not begins_with_tokens:
         encoded[0] = tokenizer.with_bos(encoded[0])
     return list(encoded)
@@ -402,14 +404,14 @@ def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> No
         raise UnsupportedField("the engine has other tokens than the prompt", param="prompt")
 
 
-class _Room:
+class _TokenLimit:
     """Counts the tokens of a prompt up to the limit."""
 
     def __init__(self, limit: int, num_taken: int = 0) -> None:
         self._limit = limit
         self._num_taken = num_taken
 
-    def take(self, ids: Ids) -> Ids:
+    def add(self, ids: Ids) -> Ids:
         """Count the ids, and return them. Raises `PromptTooLong`."""
         self._num_taken += len(ids)
         if self._num_taken >= self._limit:
@@ -442,7 +444,7 @@ def _plain(segment: Segment) -> str:
 
 
 async def _encode_chat(
-    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer, room: "_Room"
+    segments: Sequence[Segment], is_whole: bool, tokenizer: ModelTokenizer, room: "_TokenLimit"
 ) -> list[Ids]:
     """Encode a chat. Markup before a message is added to its first segment. Markup before an answer
     is added to the last segment of its question:
@@ -468,7 +470,7 @@ async def _encode_chat(
         if segment.ends_turn:
             ids += await _encode_text(markup[used], style, tokenizer)
             used += 1
-        encoded.append(room.take(ids))
+        encoded.append(room.add(ids))
     return encoded
 
 

@@ -32,7 +32,7 @@ MAX_TEMPLATE = 2**17  # Characters of a template.
 MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # Steps: loop iterations, calls, kilobytes of text.
 MAX_CPU_S, MESSAGE_CPU_S = 0.25, 400e-6  # Seconds of CPU time.
 MAX_CHARS = 2**25  # Characters of a text.
-_LOOK_S = 0.005  # Seconds between checks of the CPU time.
+_CHECK_S = 0.005  # Seconds between checks of the CPU time.
 _NODES_PER_STEP = 16  # Nodes of a template's code that count as one step.
 _MAX_ITEMS = 2**16  # Items of a new list, including nested items.
 _MAX_BITS = 4096  # Bits of an integer.
@@ -64,20 +64,20 @@ class RenderingBudget:
 
     def __init__(self) -> None:
         self._num_steps = 0
-        self._end_s = self._look_s = 0.0
+        self._end_s = self._check_s = 0.0
 
     def renew(self, num_messages: int) -> None:
         """Begin a rendering. Each message adds to the budget."""
         self._num_steps = MAX_STEPS + MESSAGE_STEPS * num_messages
-        self._look_s = perf_counter() + _LOOK_S
+        self._check_s = perf_counter() + _CHECK_S
         self._end_s = thread_time() + MAX_CPU_S + MESSAGE_CPU_S * num_messages
 
     def spend(self, num_steps: int) -> None:
         """Count steps, and check the CPU time, because a step on a long text may take long."""
         self._num_steps -= num_steps
         is_over = self._num_steps < 0
-        if perf_counter() > self._look_s:  # cheaper than `thread_time`
-            self._look_s = perf_counter() + _LOOK_S
+        if perf_counter() > self._check_s:  # cheaper than `thread_time`
+            self._check_s = perf_counter() + _CHECK_S
             is_over |= thread_time() > self._end_s
         if is_over:
             raise SecurityError("it does too much")
@@ -129,12 +129,12 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             "string": self._text,
             "tojson": self._to_json,
             "indent": partial(self._bounded_indent, known["indent"]),
-            "_turns": self._turns,
+            "_loop_values": self._loop_values,
             "_sum": self._sum,
             "_product": self._product,
             "_concat": self._concat,
             "_made": self._made,
-            "_paid": self.budget.spend,
+            "_metered": self.budget.spend,
         }
         self.filters |= own
         self.globals = {name: self.globals[name] for name in ("range", "dict", "namespace")}
@@ -175,7 +175,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self.budget.weigh(value)
         return value
 
-    def _turns(self, values: Iterable[Any]) -> Sequence[Any]:
+    def _loop_values(self, values: Iterable[Any]) -> Sequence[Any]:
         """The values of a loop."""
         found = values if isinstance(values, list | tuple | range) else list(values)
         self.budget.spend(len(found) + 1)
@@ -297,30 +297,30 @@ def _guarded(node: Node) -> Node:
     if isinstance(node, nodes.For):
         if node.recursive:
             raise SecurityError("loops may not call themselves")
-        node.iter = _asked(node.iter, "_turns")
-        _paid(node.body)
+        node.iter = _filter_call(node.iter, "_loop_values")
+        _metered(node.body)
     elif isinstance(node, nodes.Macro | nodes.CallBlock):
-        _paid(node.body)
+        _metered(node.body)
     elif isinstance(node, nodes.Add):
-        return _asked(node.left, "_sum", node.right)
+        return _filter_call(node.left, "_sum", node.right)
     elif isinstance(node, nodes.Mul | nodes.Pow | nodes.Mod):
         sign = nodes.Const(_PRODUCTS[type(node)], lineno=node.lineno)
-        return _asked(node.left, "_product", node.right, sign)
+        return _filter_call(node.left, "_product", node.right, sign)
     elif isinstance(node, nodes.Concat):
-        return _asked(nodes.List(node.nodes, lineno=node.lineno), "_concat")
+        return _filter_call(nodes.List(node.nodes, lineno=node.lineno), "_concat")
     elif isinstance(node, nodes.List | nodes.Tuple | nodes.Dict):
         is_target = isinstance(node, nodes.Tuple) and node.ctx != "load"
         if node.items and not is_target:
-            return _asked(node, "_made")
+            return _filter_call(node, "_made")
     return node
 
 
-def _paid(body: list[Node]) -> None:
+def _metered(body: list[Node]) -> None:
     """Insert a filter that counts the size of `body` each time that it runs."""
     if body:
         num_steps = sum(map(_size, body)) // _NODES_PER_STEP
         price = nodes.Const(num_steps, lineno=body[0].lineno)
-        body.insert(0, nodes.ExprStmt(_asked(price, "_paid"), lineno=body[0].lineno))
+        body.insert(0, nodes.ExprStmt(_filter_call(price, "_metered"), lineno=body[0].lineno))
 
 
 def _size(node: Node) -> int:
@@ -329,7 +329,7 @@ def _size(node: Node) -> int:
     return 1 + sum(map(_size, inner))
 
 
-def _asked(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
+def _filter_call(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
     return nodes.Filter(node, name, list(args), [], None, None, lineno=node.lineno)
 
 
