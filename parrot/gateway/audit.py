@@ -69,7 +69,7 @@ class AuditLog:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            logger.error("a line of the audit log is lost: %s", error)
+            logger.error("a line of the audit log could not be written: %s", error)
 
 
 def audited(endpoint: Endpoint, audit: AuditLog) -> Endpoint:

@@ -114,7 +114,9 @@ class DirectRequests:
         inputs = await self._inputs(model, given)
         count = sum(len(i) if isinstance(i, list) else len(i) // CHARS_PER_TOKEN for i in inputs)
         if max_tokens is not None and count > max_tokens:
-            text = f"the request has {count} tokens; of {max_tokens} it is told how likely they are"
+            text = (
+                f"the prompts have {count} tokens; the limit for log probabilities is {max_tokens}"
+            )
             raise InvalidRequest(text, param="prompt")
         async with self._queue_slot(tenant, count):
             self._check_lengths(model, inputs)

@@ -101,7 +101,8 @@ class ProgramSessions:
             except QuotaExceeded:
                 if not _is_idle(session):
                     raise
-                self._core.end(session, SessionGone(f"session {session.id} was full"))
+                text = f"session {session.id} has used up its quota"
+                self._core.end(session, SessionGone(text))
             else:
                 return session
         return self._begin_with_room((tenant, name), usage)

@@ -99,7 +99,9 @@ class Affinity:
         if FORWARDED in request.headers:
             asked = ShardLoad.parse(request.headers.get(LOAD, ""))
             if asked is not None and self._load().declines_for(asked):
-                raise MisdirectedRequest("this shard is much fuller than the one asked first")
+                raise MisdirectedRequest(
+                    "this shard has a much higher load than the one asked first"
+                )
         elif apps and STAYS not in request.scope:
             found, own = homes(tenant, apps[0], self._cores), self._shard.index
             if before := found[: found.index(own)] if own in found else found:
@@ -159,7 +161,7 @@ class Forwarding:
             await self._app(scope, body.receive, body.until_answered(send))
         except ElsewhereError as error:
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
-                text = f"shard {error.shards[0]} should have it: this server's `shards` are not its"
+                text = f"this is for shard {error.shards[0]}: all shards need equal `shards.cores`"
                 raise MisdirectedRequest(text) from None
             budget: BodyBudget = scope["app"].state.body_budget
             with budget.lease() as lease:
@@ -180,7 +182,7 @@ class Forwarding:
         async def sending(message: Message) -> None:
             nonlocal has_begun
             if message.get("status") in _DECLINED:
-                raise Unavailable("it does not take it")
+                raise Unavailable("the shard declined the session")
             has_begun = True
             await send(message)
 
@@ -192,7 +194,7 @@ class Forwarding:
             except Unavailable as error:
                 if has_begun:
                     raise
-                logger.info("shard %d should have what begins here: %s", shard, error.message)
+                logger.info("shard %d did not accept a new session: %s", shard, error.message)
         body.put_back(whole)
         await self._app({**scope, STAYS: True}, body.replay(), send)
 

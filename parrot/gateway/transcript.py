@@ -340,8 +340,8 @@ def _require_no_special(text: str, special_texts: frozenset[str]) -> None:
     for special in special_texts:
         if special in text:
             raise InvalidRequest(
-                f"`{special}` is a special token of the model; here it could not be told from the "
-                "chat template's own",
+                f"`{special}` is a special token of the model and is not allowed here, because the "
+                "chat template's own could not be distinguished",
                 param="messages",
             )
 
@@ -423,7 +423,7 @@ def put_variables(
     for name, count in marked.places.items():
         if places[name] != count:
             raise InvalidRequest(
-                f"the model's chat template does not show the message of `{name}` as it is",
+                f"the model's chat template changes or drops the message with `{name}`",
                 param=f"parrot.inputs.{name}",
             )
     return placed
@@ -515,7 +515,7 @@ async def prompt_of_tokens(
     token. Raises `UnsupportedField` if the model's engines take text, and `InvalidRequest` for an
     id outside of the vocabulary."""
     if tokenizer is None:
-        message = f"the engines of `{model}` take text: give the prompt as text"
+        message = f"the engines of `{model}` take text: send the prompt as text"
         raise UnsupportedField(message, param="prompt")
     encoder = tokenizer.encoder
     if (largest := max(ids)) >= encoder.num_tokens:

@@ -276,7 +276,8 @@ class Turns:
     def _chained(self, request: TurnRequest, chain: TurnChain) -> "tuple[Rendered, _Target]":
         """The rendered prompt with the session's variables, and its output variable."""
         if chain.output is not None and len(request.samplings) > 1:
-            raise InvalidRequest("there is one output, but many answers", param="parrot.output")
+            text = f"`parrot.output` needs one answer, but `n` is {len(request.samplings)}"
+            raise InvalidRequest(text, param="parrot.output")
         tokenizer = self._core.fleet.tokenizer(request.model)
         if request.calls is not None and tokenizer is not None:
             self._require_calls(request.model, tokenizer)
@@ -348,7 +349,7 @@ class Turns:
                 raise InvalidRequest(error.message, param="parrot.session_id") from None
         if request.program is None:
             raise InvalidRequest(
-                "a chained call names its session, or its program by `prompt_cache_key`",
+                "set `parrot.session_id`, or name the program in `prompt_cache_key`",
                 param="parrot.session_id",
             )
         return self._sessions.with_room(request.tenant, request.program, {})

@@ -294,7 +294,7 @@ class Journal:
             self._batches.put(None)
             await asyncio.to_thread(self._thread.join, _CLOSE_S)
             if self._thread.is_alive():
-                logger.error("the journal's last records could not be written: %s", self.trouble)
+                logger.error("the journal's last records were not written: %s", self.trouble)
                 self._refuse("it was closed")
                 return
         self._refuse("it was closed")
@@ -397,7 +397,7 @@ class Journal:
             self._unwritten.popleft()
         if self._delay and self._remaining_s() > 0:
             self._delay = ""
-            logger.warning("the journal is written in time again")
+            logger.warning("the journal's disk has caught up; changes are accepted again")
             self._set_watch()
             self._report_writable()
         while self._waiters and self._waiters[0][0] <= seq:
@@ -428,7 +428,7 @@ class Journal:
         self._refuse_all()
 
     def _recovered(self) -> None:
-        logger.warning("the journal can be written again")
+        logger.warning("the journal can be written again; changes are accepted")
         self._failure = ""
         self._report_writable()
 

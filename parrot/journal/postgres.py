@@ -79,8 +79,8 @@ def prepare(address: str) -> None:
             if (found := schema.fetchone()) != (SCHEMA,):
                 known = None if found is None else found[0]
                 raise ConfigError(
-                    f"journal: the tables have schema version {known}, and this Parrot writes "
-                    f"{SCHEMA}: start the version that wrote them, or name another database"
+                    f"journal: the tables have schema version {known}, but this version of Parrot "
+                    f"writes {SCHEMA}: start the version that wrote them, or set another database"
                 )
     except psycopg.Error as error:
         raise ConfigError(f"journal: {error}") from None
@@ -398,7 +398,9 @@ class PostgresRecords(EndedSubjects):
 
         aside = f"parrot_records_damaged_{time.time_ns() // 1_000_000}"
         logger.error(
-            "journal: the record behind %d is damaged. What follows is cut; see %s", last, aside
+            "journal: the record after %d is damaged. It and later ones were moved to the table %s",
+            last,
+            aside,
         )
         server.execute(_CUT.format(aside=aside, last=last, epoch=self.epoch).encode())
         self._measure(server)

@@ -206,7 +206,7 @@ class _Restoring:
             else:
                 self._apply(record.subject, Kind(record.kind), record.fields())
         except Exception:
-            logger.exception("%s of the journal cannot be restored", record.subject)
+            logger.exception("journal: subject %s cannot be restored", record.subject)
             self._broken.add(record.subject)
 
     def _apply(self, subject: str, kind: Kind, fields: Payload) -> None:

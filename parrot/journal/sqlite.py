@@ -63,10 +63,10 @@ class JournalFile(EndedSubjects):
             except sqlite3.DatabaseError as error:
                 if not _is_damage(error):
                     raise
-                self._damage = f"its facts are damaged: {error}"
+                self._damage = f"the table of facts is damaged: {error}"
         except (sqlite3.Error, OSError) as error:
             self._lock.close()
-            advice = "; is there room on its disk?" if _is_no_room(error) else ""
+            advice = "; check the free space of its disk" if _is_no_room(error) else ""
             raise ConfigError(f"journal: {path}: {error}{advice}") from None
         except BaseException:
             self._lock.close()
@@ -105,11 +105,11 @@ class JournalFile(EndedSubjects):
                 if self._damage:
                     self._cut(last, self._damage)
                 return
-            reason = f"the record behind {last} is damaged"
+            reason = f"the record after {last} is damaged"
         except sqlite3.DatabaseError as error:
             if not _is_damage(error):
                 raise
-            reason = f"it cannot be read behind record {last}: {error}"
+            reason = f"records after {last} cannot be read: {error}"
         self._cut(last, reason)
 
     def last_seq(self) -> int:
@@ -168,11 +168,11 @@ class JournalFile(EndedSubjects):
         (application,) = database.execute("PRAGMA application_id").fetchone()
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         if application != _APPLICATION:
-            raise ConfigError(f"journal: {self._path} is a database, but no journal of Parrot's")
+            raise ConfigError(f"journal: {self._path} is a database, but not a journal of Parrot")
         if schema != SCHEMA:
             raise ConfigError(
-                f"journal: {self._path} has schema version {schema}, and this Parrot writes "
-                f"{SCHEMA}: start the version that wrote it, or set another path"
+                f"journal: {self._path} has schema version {schema}, but this version of Parrot "
+                f"writes {SCHEMA}: start the version that wrote it, or set another path"
             )
 
     def _count_epoch(self) -> None:
@@ -191,7 +191,7 @@ class JournalFile(EndedSubjects):
         except sqlite3.DatabaseError as error:
             if not _is_no_room(error):
                 raise
-            logger.error("journal %s: it can be read, but not be written: %s", self._path, error)
+            logger.error("journal %s: can be read, but not written: %s", self._path, error)
             self._is_epoch_due = True
 
     def _write_epoch(self) -> None:
@@ -221,7 +221,11 @@ class JournalFile(EndedSubjects):
         """Continue in a new file with the records up to `last`, and keep the old file."""
         aside = self._path.with_name(f"{self._path.name}.damaged-{int(time.time() * 1000)}")
         logger.error(
-            "journal %s: %s. It goes on up to record %d; see %s", self._path, reason, last, aside
+            "journal %s: %s. The journal was cut after record %d; the old file is %s",
+            self._path,
+            reason,
+            last,
+            aside,
         )
         draft = self._path.with_name(f"{self._path.name}.new")
         for leftover in _files(draft):

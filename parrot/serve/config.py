@@ -40,15 +40,17 @@ class ShardsConfig(ConfigModel):
         for core in cores:
             parts = urlsplit(core)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.path:
-                raise ValueError(f"{core!r} is no address like http://HOST:PORT")
+                raise ValueError(f"{core!r} is not an address like http://HOST:PORT")
         if len(set(cores)) < len(cores):
-            raise ValueError("two have the same address")
+            raise ValueError("two shards have the same address")
         return cores
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> Self:
         if self.index >= len(self.cores):
-            raise ValueError(f"`index` {self.index} is none of {len(self.cores)} `cores`")
+            raise ValueError(
+                f"`index` {self.index} must be below {len(self.cores)}, the number of `cores`"
+            )
         return self
 
     @property
@@ -119,8 +121,8 @@ class GlobalSchedulerConfig(ConfigModel):
     def _is_no_baseline(cls, value: object) -> object:
         if value in ("las", "app_fifo", "round_robin", "prefix_aware"):
             raise ValueError(
-                f"{value} is there for comparisons alone: `benchmark.serve.baselines` of Parrot's "
-                "repository runs it over simulated engines"
+                f"{value} is only for comparisons: `benchmark.serve.baselines` in Parrot's "
+                "repository runs it on simulated engines"
             )
         return value
 

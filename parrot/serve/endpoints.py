@@ -64,9 +64,9 @@ _SCOPED = (401, 404, 410)
 _SUBMIT = (*_SCOPED, 409, 413, 429, 507)
 _READ = (*_SCOPED, 409, 429, 499, 502, 503, 504)
 _EVENTS = (
-    "Events `delta` with `{text}` from the first token on, whenever the reader came; then one final"
-    " event: `done` with `{content, finish_reason, usage}`, or `error` with an error body. Comments"
-    " keep it alive."
+    "Events `delta` with `{text}`, from the first token, also for a late reader. The last event is"
+    " `done` with `{content, finish_reason, usage}`, or `error` with an error body. Comments keep"
+    " the connection alive."
 )
 
 
@@ -95,7 +95,7 @@ class _ProgramRoutes:
                 "GET",
                 "/v1/semantic_var/{var_id}",
                 core.read,
-                "Wait for a variable's value (long poll), which makes its work run",
+                "Wait for a variable's value (long poll), and start the call that sets it",
                 _READ,
                 wait=Wait.NOTHING,
             ),
@@ -103,7 +103,7 @@ class _ProgramRoutes:
                 "POST",
                 "/v1/semantic_call",
                 core.submit_call,
-                "Submit a semantic call; a read makes it run",
+                "Submit a semantic call; a read of its output starts it",
                 _SUBMIT,
                 body=known,
             ),
@@ -111,7 +111,7 @@ class _ProgramRoutes:
                 "POST",
                 "/v1/py_native_call",
                 core.submit_native,
-                "Submit a native function's call; a read makes it run, in a sandbox",
+                "Submit a call of a native function; a read starts it, in a sandbox",
                 _SUBMIT,
                 body=known,
             ),
@@ -119,7 +119,7 @@ class _ProgramRoutes:
                 "POST",
                 "/v1/semantic_graph",
                 self._submit_graph,
-                "Submit variables and calls that name each other, all of them or none",
+                "Submit variables and calls that refer to each other, all of them or none",
                 (*_SUBMIT, 503),
                 body=known if core.tenants.is_closed else ANY_BODY,
                 access=Access.SESSION_OR_KEY,
@@ -166,7 +166,7 @@ class _ProgramRoutes:
                 "POST",
                 "/v1/semantic_var/{var_id}/cancel",
                 taking(SessionScoped, core.cancel_var),
-                "Stop making a variable",
+                "Cancel a variable",
                 _SCOPED,
                 wait=Wait.PUBLISHED,
             ),
@@ -174,7 +174,7 @@ class _ProgramRoutes:
                 "POST",
                 "/v1/semantic_vars/first",
                 core.first,
-                "Wait for the first k of some variables; work for the others stops",
+                "Wait for the first k of several variables; the others are cancelled",
                 _READ,
                 wait=Wait.NOTHING,
                 body=known,
@@ -183,7 +183,7 @@ class _ProgramRoutes:
                 "GET",
                 "/v1/semantic_var/{var_id}/stream",
                 self._stream_var,
-                "A variable's text as it is made",
+                "A variable's text while it is generated",
                 body=SMALL_BODY,
                 access=Access.SESSION,
                 described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
@@ -316,9 +316,9 @@ def _service_endpoints(core: ServeCore) -> list[Endpoint]:
         return endpoint.checked(key_check(core))
 
     return [
-        with_key("/v1/models", core.models, "Models that are served now", 401, 403),
+        with_key("/v1/models", core.models, "The served models", 401, 403),
         with_key("/v1/models/{model_id:path}", model, "A model", 401, 403, 404),
-        Endpoint("GET", "/health", _alive, "The process answers", access=Access.ANYBODY),
+        Endpoint("GET", "/health", _alive, "The process is alive", access=Access.ANYBODY),
         _ready_endpoint(core),
         Endpoint(
             "GET",
@@ -352,7 +352,7 @@ def _holder_of(core: ServeCore, scope: Scope) -> Callable[[Request], str]:
         tenant = core.tenants.find_by_key(api_key_of(request) or "")
         if tenant is None:
             raise AuthenticationFailed(
-                f"missing or wrong cluster token, or key with the scope `{scope}` "
+                f"missing or wrong cluster token, or API key with the scope `{scope}` "
                 "(`Authorization: Bearer`)"
             )
         tenant.require(scope)
@@ -401,7 +401,7 @@ def _engine_endpoints(core: ServeCore) -> list[Endpoint]:
         of_engines(
             "/engine_leave",
             core.dispatcher.drains.leave,
-            "An engine is about to end",
+            "An engine is shutting down",
             SMALL_BODY,
             401,
             404,
@@ -420,7 +420,7 @@ def _ready_endpoint(core: ServeCore) -> Endpoint:
         "GET",
         "/ready",
         core.readiness,
-        "An engine is there (Bearer: the cluster token, to see which)",
+        "At least one engine is registered (Bearer: the cluster token, to list them)",
         access=Access.ANYBODY,
         described=Described((503,)),
     ).stepping(sees_engines)
@@ -484,13 +484,13 @@ def _admin_endpoints(core: ServeCore) -> list[Endpoint]:
         return one.checked(_holder_of(core, Scope.ADMIN))
 
     return [
-        endpoint("GET", "/v1/admin/tenants", tenants, "Tenants with keys, and what they have now"),
+        endpoint("GET", "/v1/admin/tenants", tenants, "Tenants with keys, and their usage"),
         endpoint("GET", "/v1/admin/engines", engines, "Live engines"),
         endpoint(
             "POST",
             "/v1/admin/engine/{engine_id}/drain",
             taking(DrainRequest, drain),
-            "Give an engine no more calls, or calls again",
+            "Drain an engine, or let it receive calls again",
         ),
         endpoint("DELETE", "/v1/admin/session/{session_id}", end, "End a session of any tenant"),
         endpoint(

@@ -52,7 +52,7 @@ class Events:
             try:
                 handle(event)
             except Exception:
-                logger.exception("%s failed, and its sink stops", handle.__qualname__)
+                logger.exception("%s failed; its sink receives no more events", handle.__qualname__)
                 self._remove(sink)
 
     def _remove(self, sink: Sink) -> None:

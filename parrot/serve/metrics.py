@@ -52,8 +52,8 @@ _CALL_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 960)
 _CALL_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
 _CALL_HISTOGRAMS: Histograms = {
-    "e2e_seconds": ("Completions, from wanted to finished.", _CALL_S),
-    "dependency_wait_seconds": ("From wanted until all inputs were ready.", _CALL_S),
+    "e2e_seconds": ("Completions, from activation to the end.", _CALL_S),
+    "dependency_wait_seconds": ("From activation until all inputs were ready.", _CALL_S),
     "queue_seconds": ("From all inputs ready to the start on an engine.", _CALL_S),
     "time_to_first_token_seconds": ("From all inputs ready to the first token.", _CALL_S),
     "time_per_output_token_seconds": ("Mean time between output tokens.", _CALL_TOKEN_S),
@@ -71,12 +71,12 @@ _ENGINE_HISTOGRAMS: Histograms = {
 }
 _CALL_COUNTERS: Counters = {
     "tokens": (
-        "Tokens of completions; of the prompts', `cached` are those whose KV was there, and "
-        "`recomputed` those that some context had that was evicted or is elsewhere.",
+        "Tokens of completions. `cached`: prompt tokens whose KV was reused. `recomputed`: prompt "
+        "tokens that were in a context before, which was evicted or is on another engine.",
         "direction",
     ),
     "retries": ("Further attempts of completions.", ""),
-    "evicted_tokens": ("Tokens of their contexts that were evicted.", ""),
+    "evicted_tokens": ("Tokens of evicted contexts of these completions.", ""),
     "cost": ("Price of the tokens, by `prices`.", ""),
 }
 _ENGINE_COUNTERS: Counters = {
@@ -231,7 +231,7 @@ class CoreMetrics:
         reused = {(): self._num_reused}
         yield counter("parrot_calls_reused", "Completions that took another's result.", reused)
         yield from self.accounts.families()
-        breaks = "Prompts that left their program's prefix."
+        breaks = "Prompts that do not start with their program's previous prompt."
         yield counter("parrot_prefix_breaks", breaks, self._breaks, "reason")
 
 
@@ -241,7 +241,7 @@ def app_of(session: Session) -> str:
 
 
 def _journal_family(journal: CommandLog | None) -> Metric:
-    text = "1 while the journal cannot be written, and what would be is refused with 507."
+    text = "1 while the journal cannot be written; changes are rejected with 507."
     is_failing = journal is not None and bool(journal.trouble)
     return gauge("parrot_journal_unwritable", text, {(): is_failing})
 
@@ -253,7 +253,7 @@ def _dispatcher_families(dispatcher: Dispatcher) -> Iterable[Metric]:
     yield from _kv_families(dispatcher.kv_stats.total)
     yield counter(
         "parrot_eager_fill_tokens",
-        "Prompt tokens computed while their calls waited for inputs, and what became of them.",
+        "Prompt tokens computed while their calls waited for inputs, by outcome.",
         {(outcome,): n for outcome, n in asdict(dispatcher.prefetch_counts).items()},
         "outcome",
     )
@@ -277,10 +277,10 @@ def _kv_usage(engine: EngineView) -> float | None:
 
 _ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineView], float | None]]] = {
     "parrot_engine_up": ("The engine is live.", lambda e: 1),
-    "parrot_engine_heartbeat_age_seconds": ("Since its last sign of life.", lambda e: e.silent_s),
+    "parrot_engine_heartbeat_age_seconds": ("Since its last heartbeat.", lambda e: e.silent_s),
     "parrot_num_requests_running": ("Completions on the engine.", lambda e: e.num_running),
-    "parrot_engine_contexts": ("Contexts that ServeCore keeps there.", lambda e: e.num_contexts),
-    "parrot_kv_cache_usage_perc": ("Used part of its KV blocks, 0 to 1.", _kv_usage),
+    "parrot_engine_contexts": ("Contexts on the engine.", lambda e: e.num_contexts),
+    "parrot_kv_cache_usage_perc": ("Used share of the KV blocks, 0 to 1.", _kv_usage),
 }
 
 
@@ -292,9 +292,9 @@ def _engine_families(engines: Sequence[EngineView]) -> Iterable[Metric]:
 
 
 def _kv_families(counts: KvCounts) -> Iterable[Metric]:
-    hit = "Prompt tokens that a context had."
+    hit = "Prompt tokens that were found in a context."
     yield counter("parrot_kv_hit_tokens", hit, {(): counts.hit})
-    recomputed = "Prompt tokens computed again, by what became of the context that had them."
+    recomputed = "Prompt tokens that were computed again, by the reason why their context was lost."
     freed = "Tokens of freed contexts, by the reason."
     for name, text, by_reason in (
         ("parrot_kv_recomputed_tokens", recomputed, counts.recomputed),
@@ -475,10 +475,10 @@ class Accounts:
             tenants[tenant].add(usage)
         directions = ("prompt", "cached", "generation")
         tokens = {(t, name): getattr(u, name) for t, u in tenants.items() for name in directions}
-        text = "Tokens of completions; `cached` are of the prompts'."
+        text = "Tokens of completions. `cached` tokens are part of `prompt`."
         yield counter("parrot_tenant_tokens", text, tokens, "tenant", "direction")
         costs = {(tenant,): usage.cost for tenant, usage in tenants.items()}
         yield counter("parrot_tenant_cost", "Price of the tokens, by `prices`.", costs, "tenant")
         service = {(tenant,): usage.service_s for tenant, usage in tenants.items()}
-        text = "Engines' time that completions had, by what their tokens cost: what is shared."
+        text = "Engine time of completions, from the cost of their tokens. Fair sharing uses it."
         yield counter("parrot_tenant_service_seconds", text, service, "tenant")

@@ -275,7 +275,7 @@ class _Race:
 
     @property
     def progress(self) -> str:
-        return f"{len(self._winners)} of the {self._num_needed} wanted variables were ready"
+        return f"{len(self._winners)} of {self._num_needed} variables were ready"
 
     @property
     def first_open(self) -> SemanticVariable:
@@ -307,7 +307,7 @@ class _Race:
         """The error of a race that can no longer succeed, of the same type as `cause`."""
         possible = self._num_open + len(self._winners)
         error = type(cause)(
-            f"only {possible} of the {self._num_needed} wanted can be ready, since others failed: "
+            f"only {possible} variables can be ready of {self._num_needed}, because others failed: "
             f"{cause.message}",
             param=cause.param,
         )

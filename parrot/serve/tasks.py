@@ -351,7 +351,7 @@ def check_call(request: NativeCallRequest, max_timeout_s: float) -> None:
     for parameter in request.parameters:
         if parameter.sampling_config not in (None, _NO_SAMPLING):
             raise InvalidRequest(
-                f"nothing is sampled for output `{parameter.name}` of a native function",
+                f"output `{parameter.name}` of a native function cannot have a sampling config",
                 param="sampling_config",
             )
     for name in (request.func_name, *(parameter.name for parameter in request.parameters)):
@@ -375,9 +375,13 @@ def script_of(call: NativeCall) -> str:
 
 def _checked(call: NativeCall, name: str, value: object) -> str:
     if not isinstance(value, str):
-        raise NativeFunctionFailed(f"`{call.func_name}` never set its output `{name}`", param=name)
+        text = f"`{call.func_name}` did not set its output `{name}`"
+        raise NativeFunctionFailed(text, param=name)
     if len(value) > MAX_TEXT:
-        raise NativeFunctionFailed(f"`{call.func_name}` set `{name}` to too long a text")
+        text = (
+            f"`{call.func_name}` set `{name}` to {len(value)} characters; the limit is {MAX_TEXT}"
+        )
+        raise NativeFunctionFailed(text, param=name)
     return value
 
 
@@ -386,7 +390,7 @@ def explain(call: NativeCall, error: MontyError) -> str:
     if isinstance(error, MontyRuntimeError | MontySyntaxError):
         reason = error.display(format="type-msg")
     else:
-        reason = f"the sandbox died, most likely of its time or memory limit ({error})"
+        reason = f"the sandbox ended, probably at its time or memory limit ({error})"
     return f"native function `{call.func_name}` failed: {reason[:_MAX_MESSAGE]}"
 
 

@@ -101,12 +101,12 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
     lease = Lease(address)
     try:
         await lease.acquire()
-        logger.info("this ServeCore serves now, in epoch %d", lease.epoch)
+        logger.info("this ServeCore now serves, with epoch %d", lease.epoch)
         records = PostgresRecords(lease, config.journal_size)
         async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
             with front.turn(it, lease.is_held):
                 await lease.lost()
-            logger.error("another ServeCore has the journal now, or may: this one stands by")
+            logger.error("another ServeCore holds the journal's lease, or may: this one stands by")
     finally:
         await lease.close()
 
@@ -116,11 +116,11 @@ def standby_app(config: CoreConfig) -> FastAPI:
     app = empty_app(config, error_form)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        raise Standby("this ServeCore stands by: another one with its journal serves, or may")
+        raise Standby("this ServeCore stands by: another one with the same journal serves, or may")
 
     def alive() -> None: ...
 
-    health = Endpoint("GET", "/health", alive, "The process answers", access=Access.ANYBODY)
+    health = Endpoint("GET", "/health", alive, "The process is alive", access=Access.ANYBODY)
     app.router.routes[:] = [health.route()]
     app.router.default = refuse
     app.router.redirect_slashes = False

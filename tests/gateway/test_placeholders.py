@@ -64,7 +64,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
 def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
     template = ModelTemplate("{% for m in messages %}" + shown + "{% endfor %}")
     marked = mark_placeholders([{"role": "user", "content": "x {{a}} y"}], ["a"])
-    with pytest.raises(InvalidRequest, match="does not show the message of `a`") as caught:
+    with pytest.raises(InvalidRequest, match="changes or drops the message with `a`") as caught:
         put_variables(render_transcript(template, marked.prompt).pieces(), marked, VALUES)
     assert caught.value.param == "parrot.inputs.a"
 

@@ -174,11 +174,11 @@ async def test_a_shard_that_is_not_there_and_shards_that_disagree() -> None:
             await Program(alone.client, 64 * 1000 + 2, "no shard's").get("x")
     wrong = [ports[0], ports[0]]
     urls = [f"http://127.0.0.1:{port}" for port in wrong]
-    with pytest.raises(ConfigError, match="two have the same address"):
+    with pytest.raises(ConfigError, match="two shards have the same address"):
         parse_config(CoreConfig, {"shards": {"index": 0, "cores": urls}}, "x")
     async with shard(0, ports) as first, shard(0, ports[::-1]) as other:
         lost = Program(first.client, 64 * 1000 + SECOND, "its auth")
-        with pytest.raises(MisdirectedRequest, match="`shards` are not its"):
+        with pytest.raises(MisdirectedRequest, match="all shards need equal `shards`"):
             await lost.get("x")
         assert other.core.config.shards is not None
 

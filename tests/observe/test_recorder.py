@@ -86,7 +86,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
     await world.core.close()
     sink.close()
     assert [record.levelname for record in caplog.records].count("ERROR") == 1
-    assert "Recorder._variable_created failed, and its sink stops" in caplog.text
+    assert "Recorder._variable_created failed; its sink receives no more events" in caplog.text
     assert "No space left" in caplog.text
 
 

@@ -100,7 +100,7 @@ async def test_decorators_and_indentation_are_tolerated(
         ("def f(out:", "SyntaxError"),
         ("def g(out):\n    pass", "NameError"),
         ("def f():\n    pass", "TypeError"),
-        ("def f(out):\n    pass", "never set its output `out`"),
+        ("def f(out):\n    pass", "did not set its output `out`"),
         ("def f(out):\n    out.set(5)", "output `out` takes str, not int"),
         ("def f(out):\n    out.set('a')\n    out.set('b')", "already set"),
         ("def f(out):\n    out._text = 5", "never set"),

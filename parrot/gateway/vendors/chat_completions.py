@@ -158,7 +158,7 @@ def _function(index: int, tool: Json) -> Json:
     match tool:
         case {"type": "function", "function": {"name": str()}}:
             return dict(tool["function"])
-    raise InvalidRequest("a tool is a function with a name", param=f"tools.{index}")
+    raise InvalidRequest("a tool must be a function with a name", param=f"tools.{index}")
 
 
 def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
@@ -167,7 +167,8 @@ def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": role, "content": content or ""}
     if message.tool_calls:
         if role != "assistant":
-            raise InvalidRequest(f"a message of role `{role}` has tool calls", param="messages")
+            text = f"a message of role `{role}` cannot have tool calls"
+            raise InvalidRequest(text, param="messages")
         fields["tool_calls"] = list(_calls(index, message.tool_calls))
     if (reasoning := message.reasoning_content or message.reasoning) and role == "assistant":
         fields["reasoning_content"] = reasoning

@@ -332,13 +332,13 @@ class _Answers:
 def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
     """The validated prompts of the request."""
     if request.max_tokens == 0 and not request.echo:
-        text = "nothing is wanted: `max_tokens` may be 0 with `echo` only"
+        text = "`max_tokens: 0` generates nothing; it needs `echo: true`"
         raise InvalidRequest(text, param="max_tokens")
     if request.scores_prompt and request.chain() is not None:
-        text = "the prompt of a chained call is not echoed with log probabilities"
+        text = "with `parrot` fields, `echo` does not support `logprobs` and `max_tokens: 0`"
         raise UnsupportedField(text, param="echo")
     if request.suffix:
-        raise UnsupportedField("text cannot be put before a `suffix`", param="suffix")
+        raise UnsupportedField("`suffix` is not supported", param="suffix")
     _check_best_of(request)
     given: Any = request.prompt
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))
@@ -347,7 +347,7 @@ def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
         raise InvalidRequest("the prompt is empty", param="prompt")
     if request.parrot is not None:
         if len(prompts) > 1 or not isinstance(prompts[0], str):
-            text = "a prompt with `parrot` fields is one text"
+            text = "with `parrot` fields, `prompt` must be one string"
             raise UnsupportedField(text, param="prompt")
         if request.echo and request.parrot.inputs:
             raise UnsupportedField("a prompt with variables cannot be echoed", param="echo")
@@ -361,9 +361,10 @@ def _check_best_of(request: CompletionRequest) -> None:
         raise InvalidRequest("`best_of` must not be less than `n`", param="best_of")
     if request.best_of > request.num_choices:
         if request.stream:
-            raise InvalidRequest("the best of many answers is not streamed", param="best_of")
+            raise InvalidRequest("`best_of` above `n` cannot be streamed", param="best_of")
         if request.parrot is not None:
-            raise UnsupportedField("`parrot` fields want all answers", param="best_of")
+            text = "`best_of` above `n` is not supported with `parrot` fields"
+            raise UnsupportedField(text, param="best_of")
 
 
 def _mean_logprob(turn: Turn, choice: int) -> float:

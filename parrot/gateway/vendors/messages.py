@@ -199,7 +199,7 @@ def rules_of(request: MessagesRequest) -> CallRules | None:
     """The rules for the tool calls in an answer."""
     choice = request.tool_choice or ToolChoice(type="auto")
     if choice.type == "tool" and choice.name is None:
-        raise InvalidRequest("the `tool_choice` of a tool has a `name`", param="tool_choice")
+        raise InvalidRequest("`tool_choice` of type `tool` needs a `name`", param="tool_choice")
     return call_rules(
         _functions(request),
         must_call=choice.type == "any",

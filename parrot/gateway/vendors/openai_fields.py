@@ -171,7 +171,7 @@ class ChainedFields(Wire):
         if fields.session_id is None and not is_chained:
             return None
         if fields.defer and self.stream:
-            raise UnsupportedField("a deferred answer is not streamed", param="parrot.defer")
+            raise UnsupportedField("a deferred answer cannot be streamed", param="parrot.defer")
         criteria = fields.criteria
         if fields.deadline is not None and criteria is None:
             criteria = PerformanceCriteria.LATENCY
@@ -271,7 +271,9 @@ class GenerationFields(CommonFields):
             )
         found = of_format | {_CONSTRAINTS[name]: value for name, value in _set(asked).items()}
         if len(found) > 1:
-            text = "an output has one constraint"
+            text = (
+                f"an output can have one constraint, but {len(found)} are set: {', '.join(found)}"
+            )
             raise InvalidRequest(text, param="response_format" if of_format else "guided_json")
         return found
 
@@ -376,7 +378,8 @@ def chosen_tool(choice: str | Json | None) -> str | None:
             "name": str(name),
         }:
             return name
-    raise UnsupportedField("such a choice of tools is not supported", param="tool_choice")
+    text = "`tool_choice` must be `auto`, `none`, `required` or a function"
+    raise UnsupportedField(text, param="tool_choice")
 
 
 def call_rules(
@@ -390,7 +393,9 @@ def call_rules(
             raise InvalidRequest(f"there is no tool `{name}`", param="tool_choice")
     if not functions:
         if must_call:
-            raise InvalidRequest("`tool_choice` needs a tool to call", param="tool_choice")
+            raise InvalidRequest(
+                "`tool_choice` requires a call, but `tools` is empty", param="tool_choice"
+            )
         return None
     return CallRules(functions, must_call or name is not None, may_call_many and name is None)
 

@@ -119,7 +119,8 @@ class EmbeddingsApi:
     async def create(self, request: EmbeddingRequest, caller: Caller) -> bytes:
         """Vectors of length 1, in the order of the inputs."""
         if request.dimensions is not None:
-            raise UnsupportedField("embeddings have no other `dimensions`", param="dimensions")
+            text = "`dimensions` is not supported: the model fixes the size of its embeddings"
+            raise UnsupportedField(text, param="dimensions")
         given: Any = request.input
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]

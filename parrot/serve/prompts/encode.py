@@ -134,9 +134,7 @@ class PieceEncoder:
         if known is not None:
             return known
         if len(text) > MAX_ENCODED:
-            message = (
-                f"a text of {len(text)} characters is not tokenized; the limit is {MAX_ENCODED}"
-            )
+            message = f"a text has {len(text)} characters; the limit for one text is {MAX_ENCODED}"
             raise PromptTooLong(message)
         running = self._in_threads.get((style, text))
         if running is None:
@@ -200,7 +198,7 @@ class ModelTokenizer:
         not match the text: then the text must be tokenized again."""
         if stopped:
             if not ids or ids[-1] not in stop_ids:
-                return None  # a stop string ended it, perhaps in the middle of a token
+                return None  # A stop string ended the output, perhaps within a token.
             ids = ids[:-1]
         if not self.encoder.special_ids.isdisjoint(ids):
             return None  # The model generated a special token. The text form is harmless.
@@ -243,7 +241,7 @@ class TokenizerRegistry:
 def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
     """The encoder. All engines with this tokenizer id share it."""
     if hashlib.sha256(tokenizer_json.encode()).hexdigest() != tokenizer_id:
-        raise InvalidRequest("the SHA-256 of the engine's tokenizer is not its `tokenizer_id`")
+        raise InvalidRequest("the engine's `tokenizer_id` is not the SHA-256 of its tokenizer")
     try:
         return PieceEncoder(tokenizer_json)
     except Exception as error:  # noqa: BLE001 - the library raises bare Exception
@@ -259,7 +257,7 @@ def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTe
     try:
         return ModelTemplate(payload.chat_template, bos, eos)
     except InvalidRequest as error:
-        logger.warning("%s; chat calls will be refused", error)
+        logger.warning("%s; chat calls will be rejected", error)
         return None
 
 
@@ -323,7 +321,7 @@ def read_texts(paths: Sequence[str]) -> list[str]:
 
 def _read_text(path: str) -> str:
     if not Path(path).is_file():  # Reading a pipe would block until it has a writer.
-        raise ConfigError(f"public_prefixes: {path}: is no file")
+        raise ConfigError(f"public_prefixes: {path}: is not a regular file")
     try:
         with Path(path).open("rb") as file:
             raw = file.read(_MAX_TEXT_BYTES + 1)
@@ -334,7 +332,7 @@ def _read_text(path: str) -> str:
     try:
         text = raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"public_prefixes: {path}: is no UTF-8: {error.reason}") from None
+        raise ConfigError(f"public_prefixes: {path}: is not UTF-8: {error.reason}") from None
     if not text.strip():
         raise ConfigError(f"public_prefixes: {path}: is empty")
     return text
@@ -401,7 +399,9 @@ class CountedPromptTooLong(PromptTooLong):
 def _require_tokens_of(tokenizer: ModelTokenizer | None, segment: Segment) -> None:
     tokens = segment.tokenized
     if tokenizer is None or tokens is None or tokens.tokenizer_id != tokenizer.tokenizer_id:
-        raise UnsupportedField("the engine has other tokens than the prompt", param="prompt")
+        raise UnsupportedField(
+            "the engine's tokenizer is not the one of the prompt", param="prompt"
+        )
 
 
 class _TokenLimit:

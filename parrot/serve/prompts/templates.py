@@ -80,12 +80,12 @@ class RenderingBudget:
             self._check_s = perf_counter() + _CHECK_S
             is_over |= thread_time() > self._end_s
         if is_over:
-            raise SecurityError("it does too much")
+            raise SecurityError("it exceeds its budget of steps or CPU time")
 
     def text(self, num_chars: int) -> None:
         """Count a text of this size before it is created."""
         if num_chars > MAX_CHARS:
-            raise SecurityError("it makes too long a text")
+            raise SecurityError("its text is too long")
         self.spend(num_chars >> 10)
 
     def weigh(self, value: Any) -> None:
@@ -104,7 +104,7 @@ class RenderingBudget:
             elif isinstance(one, str):
                 count += len(one) >> 10
             if count > _MAX_ITEMS:
-                raise SecurityError("it makes too large a list")
+                raise SecurityError("its list is too large")
         self.spend(4 + (count >> 1))
 
 
@@ -157,7 +157,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if isinstance(owner, str):
             name = obj.__name__
             if name in _ENDLESS:
-                raise SecurityError(f"`{name}` may make a text of any size")
+                raise SecurityError(
+                    f"`{name}` is not allowed, because its result may have any size"
+                )
             if name == "replace":
                 return self._replace(owner, *args, **kwargs)
             if name == "join":
@@ -202,7 +204,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _product(self, left: Any, right: Any, sign: str) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if not numbers and not (sign == "*" and isinstance(left, str) and isinstance(right, int)):
-            raise SecurityError(f"`{sign}` is for numbers")
+            raise SecurityError(f"`{sign}` is only allowed for numbers")
         if sign == "*" and isinstance(left, str):
             self.budget.text(len(left) * max(0, right))
             return left * right
@@ -210,13 +212,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             return left % right
         if sign == "**":
             if abs(right) > 64:
-                raise SecurityError("it makes too large a number")
+                raise SecurityError("its number is too large")
             return self._number(left**right)
         return self._number(left * right)
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, int) and value.bit_length() > _MAX_BITS:
-            raise SecurityError("it makes too large a number")
+            raise SecurityError("its number is too large")
         return value
 
     def _concat(self, values: Sequence[Any]) -> str:
@@ -237,7 +239,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self, join: Any, values: Iterable[Any], d: str = "", attribute: Any = None
     ) -> str:
         if attribute is not None:
-            raise SecurityError("`join` takes no attribute here")
+            raise SecurityError("`join` does not support `attribute`")
         return self._join(d, values)
 
     def _replace(self, text: str, old: str, new: str, count: int = -1) -> str:
@@ -249,7 +251,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     def _bounded_indent(self, indent: Any, text: str, width: Any = 4, *options: Any) -> Any:
         if not isinstance(width, int) or width > _MAX_INDENT:
-            raise SecurityError("`indent` is too wide")
+            raise SecurityError(f"`indent` allows a width of at most {_MAX_INDENT}")
         self.budget.text(len(text) + text.count("\n") * width)
         return indent(text, width, *options)
 
@@ -264,7 +266,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Like transformers' filter. Jinja's own filter escapes HTML."""
         self.budget.weigh(value)
         if isinstance(indent, str) or (indent or 0) > _MAX_INDENT:
-            raise SecurityError("`tojson` indents too far")
+            raise SecurityError(f"`tojson` allows an indent of at most {_MAX_INDENT}")
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,
@@ -296,7 +298,7 @@ def _guarded(node: Node) -> Node:
     _guard(node)
     if isinstance(node, nodes.For):
         if node.recursive:
-            raise SecurityError("loops may not call themselves")
+            raise SecurityError("recursive loops are not allowed")
         node.iter = _filter_call(node.iter, "_loop_values")
         _metered(node.body)
     elif isinstance(node, nodes.Macro | nodes.CallBlock):
@@ -416,7 +418,7 @@ class ModelTemplate:
                 parts += some
                 num_chars += sum(map(len, some))
                 if num_chars > MAX_CHARS:
-                    raise TemplateError("it makes too long a text")
+                    raise TemplateError("its text is too long")
             text = "".join(parts)
             text.encode()  # Raises for a lone surrogate, which no engine could receive.
         except Exception as error:  # noqa: BLE001 - templates may raise any error

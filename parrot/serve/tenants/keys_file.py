@@ -43,9 +43,9 @@ def add_key(path: Path, fields: dict[str, Any]) -> str:
     with _changing(path):
         entries = read_keys(str(path)) if path.exists() else []
         if any(entry.id == other.id for other in entries):
-            raise ConfigError(f"{path}: {entry.id} has a key; remove it first")
+            raise ConfigError(f"{path}: {entry.id} already has a key; remove it first")
         if len(entries) == MAX_KEYS:
-            raise ConfigError(f"{path}: has {MAX_KEYS} keys, which is the most")
+            raise ConfigError(f"{path}: has {MAX_KEYS} keys, the maximum")
         _write(path, [*entries, entry])
     return key
 
@@ -130,7 +130,7 @@ class KeysWatch:
                 try:
                     await self._take_in(path)
                 except Exception:  # Continue, because later changes may withdraw keys.
-                    logger.exception("the keys of %s were not taken in", path)
+                    logger.exception("the keys of %s were not applied", path)
                     self._on_trouble("internal error")
             await self._clock.sleep(PERIOD_S)
 
@@ -140,7 +140,7 @@ class KeysWatch:
         except ConfigError as error:
             if str(error) != self._trouble:
                 self._trouble = str(error)
-                logger.error("the keys stay as they are: %s", error)
+                logger.error("the keys were not changed: %s", error)
                 self._on_trouble(str(error))
         else:
             self._trouble = ""

@@ -154,7 +154,7 @@ def require_share(
     part = limit * weigh(tenant) / sum(map(weigh, tenants))
     if own >= max(int(part), len(tenants) <= limit):
         raise ClusterFull(
-            f"the queue is full (`max_queue_size`: {limit}, of which {own} are yours): "
+            f"the queue is full (`max_queue_size`: {limit}; {own} of these calls are yours): "
             "try again later",
             retry_after_s=wait_s,
         )
@@ -272,6 +272,6 @@ class Meters:
     def _require(self, tenant_id: str, bucket: _Bucket, level: float, name: str) -> None:
         if bucket.level < level:
             raise RateLimited(
-                f"{tenant_id} has used its {bucket.per_minute} for now (`limits.{name}`)",
+                f"{tenant_id} has used its {bucket.per_minute} per minute (`limits.{name}`)",
                 retry_after_s=bucket.wait_s(level),
             )

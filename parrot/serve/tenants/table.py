@@ -85,7 +85,7 @@ class Tenant:
     def require(self, scope: Scope) -> None:
         """Raises `PermissionDenied`."""
         if scope not in self.scopes:
-            raise PermissionDenied(f"the key of {self.id} has not the scope `{scope}`")
+            raise PermissionDenied(f"the key of {self.id} does not have the scope `{scope}`")
 
 
 def id_of_key(api_key: str) -> str:
@@ -143,7 +143,7 @@ def parse_keys(raw: bytes, path: str) -> list[KeyEntry]:
     payload = parse_config_object(raw, path)
     given = payload.pop("keys", None)
     if payload or not isinstance(given, list) or len(given) > MAX_KEYS:
-        raise ConfigError(f"{path}: must hold `keys`, a list of at most {MAX_KEYS}, and no more")
+        raise ConfigError(f"{path}: must contain only `keys`, a list of at most {MAX_KEYS} entries")
     entries: list[KeyEntry] = []
     problems: list[str] = []
     taken: set[str] = set()
@@ -175,10 +175,10 @@ def _read_file(path: str) -> bytes:
         with Path(path).open("rb") as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode):
-                raise ConfigError(f"{path}: is no file")
+                raise ConfigError(f"{path}: is not a regular file")
             if stat.S_IMODE(facts.st_mode) & 0o022:
                 raise ConfigError(
-                    f"{path}: others can write it, and so make keys: chmod go-w {path}"
+                    f"{path}: other users can write it and add keys: run chmod go-w {path}"
                 )
             return file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -195,9 +195,9 @@ def _clashes(place: str, entry: KeyEntry, taken: Set[str]) -> list[str]:
     """The entry's conflicts with earlier ones. `taken`: ids and digests, which differ in length."""
     problems = []
     if entry.id in _RESERVED_IDS:
-        problems.append(f"{place}: `id`: {entry.id} has a meaning of its own")
+        problems.append(f"{place}: `id`: {entry.id} is reserved")
     if entry.id in taken:
-        problems.append(f"{place}: `id`: {entry.id} is there twice")
+        problems.append(f"{place}: `id`: {entry.id} appears twice")
     if entry.sha256 in taken:
         problems.append(f"{place}: `sha256`: another entry has this key")
     return problems
@@ -245,7 +245,7 @@ class TenantTable:
         for entry in entries:
             digest = bytes.fromhex(entry.sha256)
             if digest in self._fixed:
-                raise ConfigError(f"{self.path}: the key of {entry.id} is one of `api_keys`, too")
+                raise ConfigError(f"{self.path}: the key of {entry.id} is also in `api_keys`")
             by_digest[digest] = entry.tenant()
         before = self._by_id
         self._by_digest = by_digest

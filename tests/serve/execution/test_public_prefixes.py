@@ -151,7 +151,7 @@ def test_the_longest_prefix_counts_and_only_its_whole_blocks(
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        (None, "is no file"),
+        (None, "is not a regular file"),
         (b" \n", "is empty"),
         (b"\xff", "is no UTF-8"),
         (b"a" * (2**20 + 1), "has more than 1048576 bytes"),
@@ -168,13 +168,13 @@ def test_a_file_that_is_no_text_is_refused(
 
 
 def test_a_folder_is_no_text(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no file"):
+    with pytest.raises(ConfigError, match="is not a regular file"):
         read_texts([str(tmp_path)])
 
 
 def test_servecore_does_not_start_without_its_file_of_public_prefixes(tmp_path: Path) -> None:
     config = CoreConfig(public_prefixes=(str(tmp_path / "policy.txt"),))
-    with pytest.raises(ConfigError, match=r"policy\.txt: is no file"):
+    with pytest.raises(ConfigError, match=r"policy\.txt: is not a regular file"):
         ServeCore(config)
 
 

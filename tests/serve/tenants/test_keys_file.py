@@ -46,10 +46,10 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         ([entry("a", "k", weight=1e-310)], ["`weight`"]),
         ([entry("a", "k", limits={"rpm": 1})], ["unknown key `limits.rpm`"]),
         ([entry("a b", "k")], ["`id`"]),
-        ([entry("public", "k")], ["public has a meaning of its own"]),
-        ([entry("a", "k"), entry("a", "l")], ["keys.1", "a is there twice"]),
+        ([entry("public", "k")], ["public is reserved"]),
+        ([entry("a", "k"), entry("a", "l")], ["keys.1", "a appears twice"]),
         ([entry("a", "k"), entry("b", "k")], ["keys.1", "another entry has this key"]),
-        ([entry("a", "short")], ["one of `api_keys`, too"]),
+        ([entry("a", "short")], ["is also in `api_keys`"]),
         (["a"], ["must be an object"]),
     ],
 )
@@ -117,7 +117,7 @@ def test_commands_change_the_file(tmp_path: Path, name: str) -> None:
         (("add", "acme"), "acme has a key"),
         (("add", "c", "--weight", "-1"), "`weight`"),
         (("add", "c", "--limit", "rpm=3"), "`limits.rpm`"),
-        (("add", "operator"), "has a meaning of its own"),
+        (("add", "operator"), "is reserved"),
         (("remove", "c"), "has no key of c"),
     ):
         code, _, said = keys(*wrong)

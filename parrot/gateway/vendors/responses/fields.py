@@ -336,11 +336,12 @@ class ResponseRequest(CommonFields):
             if getattr(self, name) is not None:
                 raise UnsupportedField(f"`{name}` is not supported", param=name)
         if self.context_management:
-            raise UnsupportedField("contexts are not compacted", param="context_management")
+            text = "`context_management` is not supported"
+            raise UnsupportedField(text, param="context_management")
         if self.truncation == "auto":
-            raise UnsupportedField("items are not left out", param="truncation")
+            raise UnsupportedField("`truncation: auto` is not supported", param="truncation")
         if self.is_deferred and (self.background or self.store):
-            text = "a deferred response is neither stored nor in the background"
+            text = "a deferred response cannot be stored or run in the background"
             raise InvalidRequest(text, param="parrot.defer")
         if self.background and not self.is_kept:
             raise InvalidRequest("a background response must be stored", param="store")

@@ -99,7 +99,7 @@ class Responses:
         if record.job is not None:
             return record.job.events() if request.stream else record.body or record.job.body()
         if not record.body:
-            text = "the response to this key is being made: try again"
+            text = "the first request with this key is still running: try again later"
             raise Conflict(text, param="Idempotency-Key")
         return self._repeat_events(record.body) if request.stream else record.body
 
@@ -133,7 +133,7 @@ class Responses:
         """The number of tokens of the request's prompt."""
         request.require_support()
         if request.parrot is not None:
-            text = "the tokens of variables are known only when they have values"
+            text = "tokens cannot be counted with `parrot` fields: variables may have no values yet"
             raise UnsupportedField(text, param="parrot")
         messages = _messages(request, self._record(request, caller.tenant))
         options = request.template_options()
@@ -195,7 +195,8 @@ class Responses:
             param = "previous_response_id"
             previous = self._store.find(request.previous_response_id, tenant, param=param)
             if previous.output is None:
-                raise InvalidRequest(f"response `{previous.id}` has no answer", param=param)
+                text = f"response `{previous.id}` has no answer and cannot be continued"
+                raise InvalidRequest(text, param=param)
             if previous.has_variables:
                 text = f"response `{previous.id}` has variables in its prompt: send its items"
                 raise InvalidRequest(text, param=param)
@@ -347,7 +348,7 @@ def _interrupted(frame: Json) -> bytes:
     """The body of a response that a restart has interrupted."""
 
     writer = ResponseWriter(frame)
-    for _ in writer.write(Unavailable("ServeCore was restarted while the response was made")):
+    for _ in writer.write(Unavailable("ServeCore was restarted before the response was complete")):
         pass
     return orjson.dumps(writer.response)
 
@@ -365,5 +366,6 @@ def _messages(request: ResponseRequest, record: StoredResponse) -> list[Json]:
 
 def _job(record: StoredResponse, param: str | None = None) -> Background:
     if record.job is None:
-        raise InvalidRequest(f"response `{record.id}` is not a background one", param=param)
+        text = f"response `{record.id}` was not created with `background: true`"
+        raise InvalidRequest(text, param=param)
     return record.job

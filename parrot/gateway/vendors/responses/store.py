@@ -99,7 +99,7 @@ class ResponseStore:
         self._shard.require_token(response_id)
         record = self._by_id.get(response_id)
         if record is None or record.tenant != tenant:
-            raise NotFound(f"no response `{response_id}` is kept here", param=param)
+            raise NotFound(f"no stored response `{response_id}`", param=param)
         if record.is_kept and not record.num_successors:
             self._tenants[tenant].leaves.touch(record.id)
         return record
@@ -111,7 +111,7 @@ class ResponseStore:
         for item in (*record.input, *(record.output or ())):
             if item.id == item_id:
                 return item
-        raise NotFound(f"no item `{item_id}` is kept here", param=param)
+        raise NotFound(f"no item `{item_id}` in a stored response", param=param)
 
     def find_by_idempotency_key(self, tenant: str, once: IdempotencyKey) -> StoredResponse | None:
         """The response that is stored or in progress for this key. Raises `Conflict` if the key
