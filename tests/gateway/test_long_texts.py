@@ -29,7 +29,7 @@ def byte_level(*first: pre_tokenizers.PreTokenizer, use_regex: bool) -> Tokenize
 
 
 def like_llama_2() -> Tokenizer:
-    """Without words: any characters may be merged, but for a newline, which is a byte."""
+    """A tokenizer without words: it may merge any characters except a newline, which is a byte."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]

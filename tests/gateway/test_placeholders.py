@@ -31,7 +31,7 @@ def names_in(contents: list[str]) -> list[str]:
 
 @given(st.lists(CONTENTS, min_size=1, max_size=3))
 def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[str]) -> None:
-    """The template shows what it shows of the values' texts, which are no markup."""
+    """The template shows the values' texts unchanged, and never as markup."""
     contents = [f"x{content}x" for content in contents]
     roles = ["user", "assistant", "user"]
     messages = [

@@ -24,7 +24,7 @@ def said(role: str, text: str) -> Json:
 
 
 class Conversations:
-    """Programs whose turns end, of which some prompts are kept."""
+    """Programs with finished turns, some of whose prompts are still kept."""
 
     def __init__(self) -> None:
         self.endings = Endings()
@@ -56,7 +56,7 @@ TURNS = st.lists(
 
 @given(TURNS)
 def test_the_longest_known_beginning_is_found(turns: list[tuple[int, str, str, bool]]) -> None:
-    """Each turn goes on behind an earlier one, or begins anew."""
+    """Each turn continues an earlier one, or starts a conversation."""
     here = Conversations()
     histories: list[list[Json]] = [[]]
     ended: dict[str, int] = {}

@@ -149,7 +149,7 @@ async def test_where_sessions_have_the_homes_kv_others_begin_elsewhere_until_it_
 
     async def fill(agent: Program) -> None:
         """Have it take two fifths of its engine's KV."""
-        text = f"{agent.session_id:<40000}"  # nobody else's
+        text = f"{agent.session_id:<40000}"  # different for each session
         await agent.get(await agent.call("{{x}} {{out}}", inputs={"x": text}))
 
     async with program(second.client) as one, program(second.client) as another:

@@ -121,7 +121,7 @@ async def test_a_large_body_goes_to_the_shard_whose_token_its_head_has(
 ) -> None:
     first, second = shards
     async with program(second.client) as here:
-        text = "word " * 400_000  # read only by who knows the token
+        text = "word " * 400_000  # read only if the sender knows the token
         there = elsewhere(here, first)
         var = await there.call("{{x}} {{out}}", inputs={"x": text}, max_gen_length=4)
         with pytest.raises(PromptTooLong):
@@ -223,7 +223,7 @@ async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
 
 
 def of_budget(num_bytes: int) -> FastAPI:
-    """An app that has so much memory for bodies."""
+    """An app with this much memory for request bodies."""
     return create_base_app("test", own_layers(max_body_size=2**24), max_body_memory=num_bytes)
 
 

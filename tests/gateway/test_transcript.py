@@ -173,7 +173,7 @@ def test_pieces_behind_a_known_turn_are_those_of_all(
 
 
 def test_new_messages_are_checked_like_all_others() -> None:
-    """Of a turn that continues another, too; what was there before was checked then."""
+    """This also holds for a turn that continues another, for its new messages."""
     template = ModelTemplate(HERMES, BOS, EOS)
 
     def calling(text: str) -> dict[str, Any]:
@@ -293,7 +293,7 @@ TURN = st.lists(st.sampled_from("sut"), max_size=3)
 
 @given(turns=st.lists(TURN, min_size=1, max_size=4))
 def test_a_conversation_that_goes_on_begins_as_it_did(turns: list[list[str]]) -> None:
-    """Nothing is lost, nothing changes its place, and answers leave what was before them alone."""
+    """No message is lost or moved, and messages before an answer stay unchanged."""
     spoken: list[str] = []
     before: list[Any] = []
     for turn in turns:

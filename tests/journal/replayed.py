@@ -50,7 +50,7 @@ class MemoryFile:
 
 
 def state_of(core: ServeCore) -> dict[int, Any]:
-    """All that programs can see, but for who reads and what runs."""
+    """All state that programs can see, except readers and running work."""
     return {session.id: _session(session) for session in core.sessions}
 
 

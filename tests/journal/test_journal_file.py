@@ -320,7 +320,7 @@ async def test_a_fact_that_cannot_be_looked_up_is_told_as_what_keeps_the_service
 
 
 async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: Path) -> None:
-    """What an earlier process left to be trimmed is not trimmed while facts are looked up."""
+    """Looking up facts does not trim the records that an earlier process left to be trimmed."""
     journal = await opened(tmp_path / "j")
     journal.append("1", "call", {})
     journal.end("1")
@@ -361,7 +361,7 @@ async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
             await journal.durable()
         with pytest.raises(InsufficientStorage):
             journal.require_room()
-        journal.append("1", "c", {})  # what was begun goes on
+        journal.append("1", "c", {})  # accepted work continues
         with pytest.raises(InsufficientStorage):
             await journal.durable()
         await journal.published()  # readers do not wait
@@ -467,7 +467,7 @@ async def test_a_disk_that_hangs_refuses_after_a_while_and_loses_nothing(tmp_pat
         await reading  # readers have their values
         with pytest.raises(InsufficientStorage):
             journal.require_room()
-        journal.append("1", "b", {})  # what was begun goes on
+        journal.append("1", "b", {})  # accepted work continues
         await journal.published()
         may_write.set()
         await recovered(journal)
@@ -517,7 +517,7 @@ async def test_nobody_waits_for_a_journal_that_was_closed(tmp_path: Path) -> Non
     journal.append("1", "a", {})
     await journal.durable()
     await journal.close()
-    await journal.durable()  # of what it has
+    await journal.durable()  # of the appended records
     journal.append("1", "b", {})
     with pytest.raises(InsufficientStorage, match="it was closed"):
         await asyncio.wait_for(journal.durable(), 30)

@@ -1,4 +1,4 @@
-"""What clients are told over HTTP, and when, beside a disk that is slow or full."""
+"""The answers that clients receive over HTTP, and their times, with a slow or full disk."""
 
 import asyncio
 import json
@@ -82,7 +82,7 @@ CALL = {
 
 
 async def test_what_is_ended_while_the_disk_is_full_is_ended_and_answered() -> None:
-    """Else nobody could make room, or would know that there is some."""
+    """Otherwise no client could make room, or see that there is room."""
     file = HeldFile()
     async with serving(file) as site, program(site) as scope:
         call = await site.post("/v1/semantic_call", scope | CALL)
@@ -288,7 +288,7 @@ async def begun_in_the_background(site: Site, **fields: Any) -> Any:
 
 @pytest.mark.parametrize(("store", "stream"), [(True, False), (True, True), (False, True)])
 async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: bool) -> None:
-    """Whoever had its id would find nothing after a restart."""
+    """With this id, a client would find no response after a restart."""
     file, engine = HeldFile(), hanging()
     body = {"model": MODEL, "input": "Hi", "store": store, "stream": stream}
 

@@ -1,5 +1,5 @@
-"""The journal in PostgreSQL: whose it is, what a stale holder may do, damage, no room, and a server
-that dies or hangs."""
+"""The journal in PostgreSQL: its lease, a former holder's writes, damage, a full journal, and a
+server that dies or hangs."""
 
 import asyncio
 import signal
@@ -196,7 +196,7 @@ async def test_a_defect_of_the_lease_s_thread_is_told(
         async with taken(address):
             pass
     monkeypatch.undo()
-    async with taken(address):  # the thread gave back what it had
+    async with taken(address):  # the thread has released its lease
         pass
 
 
@@ -227,7 +227,7 @@ async def test_the_bound_refuses_until_something_ends(postgres: Server) -> None:
             with suppress(InsufficientStorage):
                 await journal.durable()
         assert 90 < count < 110
-        await journal.published()  # what was made meanwhile is told
+        await journal.published()  # results from before are published
         with pytest.raises(Full):
             records.write([record(10**6, size=2**20)])
         journal.end("0")
@@ -284,7 +284,7 @@ async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
                 await asyncio.to_thread(postgres.start)
             else:
                 postgres.signal(signal.SIGCONT)
-        await until(lambda: not journal.trouble and records.is_owned())  # nobody took it meanwhile
+        await until(lambda: not journal.trouble and records.is_owned())  # no other process took it
         await journal.durable()
         await journal.close()
     assert len(await read(address)) == 2

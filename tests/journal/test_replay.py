@@ -1,4 +1,4 @@
-"""What the records tell, done once more, gives what was there: after each of them."""
+"""Replaying the records restores the state before the restart, after each record."""
 
 import asyncio
 import gc
@@ -260,7 +260,7 @@ async def _run_and_replay(data: st.DataObject) -> None:
             states[world.journal._seq] = state_of(world.core), asked_calls(world.core)
         await world.journal.durable()
         records = world.file.records.copy()
-    finally:  # Hypothesis ends examples, too, that draw too much
+    finally:  # Hypothesis also ends examples that draw too much
         await world.close()
     for count in range(len(records) + 1):
         again = World(records[:count])
@@ -284,7 +284,7 @@ def _check_restored(
 
 
 def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
-    """Answers of turns that nobody can read any more are cancelled."""
+    """Answers of turns without a client are cancelled after a restart."""
     for session in state.values():
         orphans = [
             task for tasks in session["calls"].values() for task in tasks if task[1] == "turn"
@@ -305,7 +305,7 @@ async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> N
     records: list[Record] = []
     given: list[int] = []
     auths: list[str] = []
-    for first in (5000, 100, 4000):  # what the clock says at each start
+    for first in (5000, 100, 4000):  # the clock's times at each start
         world = World(records, first)
         scopes = [world.core.create_session(SessionCreateRequest()) for _ in range(3)]
         given += [scope.session_id for scope in scopes]
@@ -452,7 +452,7 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
 
 
 async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
-    """Sessions with two calls each, of which one is done and one is running."""
+    """Sessions with two calls each: one is done and one is running."""
     await world.join()
     scopes = []
     for i in range(count):
@@ -543,7 +543,7 @@ async def test_a_session_counts_for_its_tenant_before_it_comes_back() -> None:
     assert 5 <= held["variables"] <= tenant["variables"]
     assert 99_000 < held["text_bytes"] < tenant["text_bytes"]
     again.core.check_integrity()
-    again.core.delete_session(**scopes[2])  # which gives back what it counted for
+    again.core.delete_session(**scopes[2])  # this subtracts its usage
     again.restore_all()
     assert _tenant(again)["calls"] == 10
     await again.close()

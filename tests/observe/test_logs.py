@@ -1,4 +1,4 @@
-"""What the logs of both servers say of a program, and what they must not."""
+"""The logs of both servers: facts of a program that they contain, and texts that they must not."""
 
 import json
 import logging

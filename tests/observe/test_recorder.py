@@ -1,4 +1,4 @@
-"""ServeCore's process records what it is asked, if its configuration says so."""
+"""ServeCore's process records its requests if the configuration turns it on."""
 
 import errno
 

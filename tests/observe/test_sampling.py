@@ -80,7 +80,7 @@ async def test_an_unknown_sampler_is_refused(
 def test_spans_of_a_session_have_ids_of_their_own(
     trace_id: str, other: str, session_id: int, tasks: list[int]
 ) -> None:
-    """What a task's engine is told names its span, which the exporter makes later."""
+    """The span id that an engine receives is the id of the span that is exported later."""
     spans, again = (SessionSpans(trace_id, session_id) for _ in range(2))
     callers = ["", str(TraceParent(other, CALLER))]
     made = [spans.task(caller, task) for caller in callers for task in tasks]

@@ -50,7 +50,7 @@ class Traced:
         self.engine_tracer = EngineTracer(export, "e", "m", sampler_of(None, {}))
 
     async def run(self, caller: str | None = None) -> dict[str, Any]:
-        """Run the program; returns what its session shows."""
+        """Run the program; returns its session's view."""
         headers = {"traceparent": caller} if caller else {}
         async with over_http(self.core, self.engine_tracer, headers) as client:
             scope = await write_and_review(client, ["essay"])
@@ -297,7 +297,7 @@ def test_an_error_is_named() -> None:
 
 
 async def collected(port: int, num_spans: int) -> list[Any]:
-    """The spans that a collector at the port gets, once it has so many."""
+    """The spans that a collector at the port receives, once it has this number."""
     spans: list[Any] = []
     done = asyncio.Event()
 

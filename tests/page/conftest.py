@@ -28,7 +28,7 @@ class Visit:
         return str(self.site.http._base_url).rstrip("/")
 
     def listen(self) -> None:
-        """Note from now on what goes wrong, and what is asked for."""
+        """Record errors and requests from now on."""
 
         def heard(message: ConsoleMessage) -> None:
             if message.type in ("error", "warning"):

@@ -1,4 +1,4 @@
-"""The page's files are what its sources give."""
+"""The page's files are the build output of its sources."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""The stream of events: who takes what, and what a sink that fails disturbs."""
+"""The stream of events: the sinks of each event type, and the effect of a sink that fails."""
 
 import logging
 

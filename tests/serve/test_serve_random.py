@@ -150,7 +150,7 @@ class Program:
         assert len(self.core._timers) == 0
 
     async def clean_up(self) -> None:
-        """Hypothesis may give a program up in the middle: leave no tasks behind."""
+        """Cancel all tasks, because Hypothesis may end a program in the middle."""
         for read in self.reads:
             read.cancel()
         await asyncio.gather(*self.reads, return_exceptions=True)

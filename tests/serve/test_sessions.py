@@ -62,7 +62,7 @@ async def test_a_wrong_auth_is_refused(world: World, wrong: str | None) -> None:
     world.enter()
     session_id, auth = world.scope.values()
     authenticate = world.core.sessions.authenticate
-    for some_id in (session_id, gone_id, session_id + 1):  # nobody can tell which are there
+    for some_id in (session_id, gone_id, session_id + 1):  # the errors must not reveal which exist
         with pytest.raises(NotFound if wrong else AuthenticationFailed):
             authenticate(some_id, wrong)
         with pytest.raises(NotFound):

@@ -477,7 +477,7 @@ async def test_shutting_down_answers_open_reads(site: Site) -> None:
 
 
 def is_page(path: str) -> bool:
-    """Whether people look at it, with what it asks."""
+    """Whether the path is a page for people, with the files that it loads."""
     return path == "/" or path.startswith(("/openapi", "/ui"))
 
 

@@ -1,4 +1,4 @@
-"""What a standby keeps of the turns in which it served."""
+"""State that a standby keeps from the turns in which it served."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ async def test_nothing_is_left_of_what_it_has_served_before(
         if len(served) == 3:
             raise NoMore
         served.append(weakref.ref(Served()))
-        gc.freeze()  # as what a journal has is, when it is restored
+        gc.freeze()  # like the objects that a journal has restored
         await asyncio.sleep(0)
 
     monkeypatch.setattr(standby, "_take_turn", take_turn)

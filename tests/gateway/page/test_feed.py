@@ -1,4 +1,5 @@
-"""The feed: one reading for all viewers, as seldom as its cost asks, and none for nobody."""
+"""The feed reads each view once for all viewers, less often if it is expensive, and only if it has
+viewers."""
 
 import asyncio
 from collections.abc import AsyncGenerator

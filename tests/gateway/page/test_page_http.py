@@ -1,4 +1,4 @@
-"""The page over real HTTP: who is let in, what they see of it, and what they may do."""
+"""The page over real HTTP: sign-in, visible data and permitted actions of visitors."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Topics: whoever follows the changes of a view, with whatever gaps, has the view."""
+"""Topics: a viewer that follows the changes with any gaps ends up with the current view."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def read(event: bytes) -> Any:
 
 
 class Follower:
-    """What a page knows."""
+    """The rows that a page knows."""
 
     def __init__(self) -> None:
         self.version: str | None = None

@@ -227,5 +227,5 @@ HARNESSES = {
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """A folder with what the harnesses read of a model: its tokenizer and its config.json."""
+    """A folder with the files of a model that harnesses read: tokenizer and config.json."""
     return make_tiny_model(folder / "tokenizer")

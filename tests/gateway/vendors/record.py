@@ -23,7 +23,7 @@ from tests.support.app_server import serve_app
 
 HERE = Path(__file__).parent
 AGENT_MAX_TEXT = 10**8
-TURNS = {  # what an agent is asked, and what must be in its answer
+TURNS = {  # an agent's questions, and a text that each answer must contain
     "chat": ("What is the capital of France?", "Paris"),
     "tools": ("Run the command: echo hi", "The tool said: "),
 }
@@ -37,13 +37,13 @@ class Script(NamedTuple):
 
 
 class Agent(NamedTuple):
-    """A program from npm, which takes what it is asked as its last argument. `{url}`, `{model}` and
-    `{key}` may stand in the arguments, the environment and the files of its folder."""
+    """A program from npm that takes the question as its last argument. `{url}`, `{model}` and
+    `{key}` may be used in the arguments, the environment and the files of its folder."""
 
     package: str
     command: list[str]
     env: dict[str, str]
-    files: dict[str, Any] = {}  # noqa: RUF012 - nobody changes it
+    files: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
 
 
 SCRIPTS = {

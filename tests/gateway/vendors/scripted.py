@@ -1,4 +1,4 @@
-"""A ServeCore that answers vendors' clients by a script: what they are recorded and replayed with.
+"""A ServeCore with scripted answers, for recording and replaying vendors' clients.
 
 The engine's answers depend on the end of the prompt alone, so a replay gets what was recorded."""
 

@@ -361,7 +361,7 @@ class TestTools:
 
 
 class TestPrefix:
-    """A header says whether a program's prompts share what was sent before."""
+    """A header reports whether a program's prompts share a prefix with the earlier ones."""
 
     async def told(self, site: Site, asked: dict[str, Any]) -> str:
         async with site.http.post(PATH, json=asked) as response:

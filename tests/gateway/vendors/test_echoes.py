@@ -15,7 +15,7 @@ from tests.support.fake_engine import Script, fake_engine
 
 
 def rows(text: str, num_top: int, offset: int = 0) -> dict[str, list[Any]]:
-    """What is told of tokens of a byte each."""
+    """Log probabilities in the answer, for tokens of one byte."""
     likely = [{chr(ord(c) + i): logprob(ord(c) + i) for i in range(max(1, num_top))} for c in text]
     return {
         "tokens": list(text),
@@ -64,8 +64,8 @@ async def test_a_prompt_is_read_though_no_numbers_are_wanted(site: Site) -> None
 
 @pytest.mark.parametrize("is_text", [True, False])
 async def test_a_prompt_and_what_comes_behind_it(site: Site, is_text: bool) -> None:
-    """For each choice, also in a stream, where the prompt comes with the first text. The end token
-    has numbers, too: harnesses count tokens."""
+    """This holds for each choice, also in a stream, where the first delta includes the prompt. The
+    end token has log probabilities as well, because harnesses count tokens."""
     site.engine.script = Script(text=lambda prompt: prompt.upper())
     prompts: list[Any] = ["ab", "cde"] if is_text else [ids_of("ab"), ids_of("cde")]
     asked = body(prompts, echo=True, logprobs=1, n=2)
@@ -96,8 +96,8 @@ async def test_a_prompt_and_what_comes_behind_it(site: Site, is_text: bool) -> N
 
 
 async def test_as_many_entries_as_tokens(site: Site) -> None:
-    """A harness drops the last entry, that of the one token that it lets a server generate, even if
-    that ends the text at once."""
+    """A harness lets the server generate one token and drops its entry, which is the last one. The
+    entry exists even if that token ends the text."""
     for script in (
         Script(text=lambda _: "", stop_token=True),
         Script(text=lambda _: "z", stop_token=False, finish_reason=FinishReason.LENGTH),

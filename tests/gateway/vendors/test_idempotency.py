@@ -1,4 +1,4 @@
-"""A request that comes again with its `Idempotency-Key` is done once, and told what it made."""
+"""A request repeated with its `Idempotency-Key` runs once, and receives the first result."""
 
 import asyncio
 import json

@@ -153,7 +153,7 @@ async def test_completions_with_only_the_tokens_themselves(site: Site) -> None:
 
 
 async def test_a_stream_that_goes_on_after_a_failure_misses_none(site: Site) -> None:
-    """What the first attempt has generated counts, and the rest comes from the second."""
+    """The output of the first attempt counts, and the second attempt generates the rest."""
     site.engine.scripts = [says("abcdef")]
     site.engine.script = says("ef")
 
@@ -169,7 +169,7 @@ async def test_a_stream_that_goes_on_after_a_failure_misses_none(site: Site) -> 
 
 
 def failing(engine: FakeEngine, after: int) -> Callable[..., Any]:
-    """The engine's streams, of which the first breaks after so many chunks."""
+    """The engine's streams. The first one breaks after `num_chunks` chunks."""
     stream, num_streams = engine.generate_stream, 0
 
     async def broken(request: Any) -> Any:

@@ -1,5 +1,5 @@
-"""A conversation of many turns is one graph, of which only the new turn is sent to the engine, and
-all of it where the engine has none of it any more."""
+"""A conversation of many turns is one graph. Only the new turn is sent to the engine, or all of it
+if the engine no longer has its context."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ from parrot.serve.config import CoreConfig
 from tests.gateway.vendors.conftest import MODEL, Site, payloads, serve
 from tests.support.fake_engine import Script, fake_engine
 
-# Written after the form that Qwen3's own has: reasoning is shown again behind the last question.
+# Modelled after Qwen3's template: reasoning is shown again after the last question.
 THINKING = """{%- set ns = namespace(last=0) %}
 {%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}
 {%- endfor %}
@@ -105,7 +105,7 @@ async def test_a_chat_as_a_stream(site: Site) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == THOUGHT
     assert "".join(delta.get("content", "") for delta in deltas) == f"I look.\n{CALL}"
     kinds = [key for delta in deltas for key in delta if key in ("reasoning_content", "content")]
-    assert kinds[1:] == sorted(kinds[1:], reverse=True)  # behind the first, empty content
+    assert kinds[1:] == sorted(kinds[1:], reverse=True)  # after the first, empty content
 
 
 @pytest.mark.parametrize(

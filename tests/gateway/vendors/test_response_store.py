@@ -1,4 +1,4 @@
-"""Responses that are kept: a bound, and nothing that can be found loses what it continues."""
+"""Stored responses: a byte limit, and a response that can be found keeps its predecessors."""
 
 import pytest
 from hypothesis import settings
@@ -35,7 +35,7 @@ class StoreMachine(RuleBasedStateMachine):
         key=st.sampled_from([None, "k", "l"]),
     )
     def make(self, data: st.DataObject, tenant: str, size: int, key: str | None) -> None:
-        """As a request does: what it continues is found first, and may go before it ends."""
+        """Store a response like a request: its predecessor is found first, and may be evicted."""
         once = None if key is None else IdempotencyKey(key, "the same")
         if (
             once is not None

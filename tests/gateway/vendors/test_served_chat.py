@@ -205,7 +205,7 @@ async def test_other_vendors_clients_call_tools_too(site: Site) -> None:
 
 
 async def test_a_conversation_that_goes_on_is_continued(site: Site) -> None:
-    """In its session, on its context: whoever sees what is shared sees that it is."""
+    """The turn continues in its session and context, and the header reports the shared prefix."""
     site.fake.calls = CALLS[:1]
     body: dict[str, Any] = {"messages": [*ASKED], "tools": [TOOL]}
     async with site.http.post(CHAT, json={"model": MODEL} | body) as response:

@@ -1,4 +1,4 @@
-"""Sessions of conversations, and who may look at them."""
+"""Sessions of conversations, and the callers that may see them."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What is the same for all of the vendors' paths: errors, ids, models, pages of other origins."""
+"""Behaviour that all vendors' paths share: errors, ids, models, pages of other origins."""
 
 import asyncio
 from typing import Any

@@ -115,7 +115,7 @@ def shortened(value: Any) -> Any:
 
 
 def lengthened(value: Any) -> Any:
-    """What `shortened` was given, but for the texts' contents."""
+    """The value that `shortened` received, without the texts' contents."""
     match value:
         case {"$characters": int(length)}:
             return "x" * length
@@ -143,7 +143,7 @@ def shape_of(answer: str) -> Any:
 
 
 def lacks(found: Any, wanted: Any) -> list[str]:
-    """What a client once got, as `shape_of` tells, and now would not get."""
+    """The parts of a recorded answer, by `shape_of`, that are missing now."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         missing = [f"`{key}`" for key in wanted if key not in found]
         inner = [(key, found[key], wanted[key]) for key in wanted if key in found]

@@ -1,4 +1,4 @@
-"""The bytes of tokens, one after the other, are those of the text."""
+"""The concatenated bytes of tokens are the bytes of the text."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The file of keys: what is read, what is refused, and what commands make of it."""
+"""The keys file: valid and invalid contents, and the commands that change it."""
 
 import json
 import stat

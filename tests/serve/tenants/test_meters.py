@@ -17,7 +17,7 @@ from tests.support.manual_clock import ManualClock
 
 
 def metered(folder: str | Path, clock: ManualClock, **limits: int) -> Meters:
-    """Meters with one tenant, `a`, of these limits."""
+    """Meters with one tenant, `a`, with these limits."""
     path = write_keys(Path(folder) / "keys.json", entry("a", "k", limits=limits), entry("b", "l"))
     return Meters(TenantTable(CoreConfig(keys_file=path)), clock)
 

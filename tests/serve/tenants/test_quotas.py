@@ -87,7 +87,7 @@ async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue
     for read in (reading, fourth):
         read.cancel()
     await asyncio.sleep(0)
-    other.run(1)  # what the large read had queued is gone
+    other.run(1)  # the large read's queued calls are gone
     await greedy.core.close()
 
 

@@ -23,7 +23,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class World:
-    """A core whose keys are in a file, and what the watch told."""
+    """A core with a keys file, and the reports of the watch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

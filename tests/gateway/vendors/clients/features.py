@@ -19,7 +19,7 @@ CAPITAL = "What is the capital of France?"
 THINK = "Think first, then say: what is the capital of France?"
 WEATHER = "What is the weather in Paris?"
 IN_JSON = "Which city is the capital of France? Please answer in JSON."
-HANG, HANG_ON = "Hang.", "Hang on."  # before the first word, and behind it
+HANG, HANG_ON = "Hang.", "Hang on."  # before the first word, and after it
 _features: dict[str, Callable[[], Any]] = {}
 
 
@@ -40,7 +40,7 @@ def run(*packages: str) -> None:
             _ready(name)
             function()
             results[name] = None
-        except Exception as error:  # noqa: BLE001 - that is what is asked
+        except Exception as error:  # noqa: BLE001 - the error is the result
             traceback.print_exc()
             results[name] = f"{type(error).__name__}: {error}"[:300]
     versions = {package: version(package) for package in packages}
@@ -67,7 +67,7 @@ def _ready(name: str = "") -> Any:
 
 
 def wait_until_idle(within_s: float = 5.0) -> None:
-    """Wait until no engine works on anything: what a client gave up has stopped."""
+    """Wait until no engine works: the requests that a client gave up have stopped."""
     until = time.monotonic() + within_s
     while time.monotonic() < until:
         if not any(engine["num_running"] for engine in _ready()["engines"]):
