@@ -155,7 +155,7 @@ class Lease:
     # In the lease thread
 
     def _run(self, taken: "asyncio.Future[None]") -> None:
-        """Run `_keep`. An unexpected error fails `take`, or gives the lease up."""
+        """Run `_keep`. An unexpected error fails `acquire`, or marks the lease as lost."""
         try:
             self._keep(taken)
         except Exception as error:
