@@ -94,7 +94,7 @@ def test_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all " * 100)
     for name, reason in {
         "newer": f"schema version {SCHEMA + 1}",
-        "other": "no journal",
+        "other": "not a journal",
         "text": "not a database",
         "missing/j": "No such file",
     }.items():
@@ -406,7 +406,7 @@ async def test_it_is_opened_and_read_though_the_disk_is_full(tmp_path: Path) -> 
 
 
 def test_a_journal_that_cannot_be_made_says_what_to_look_at(tmp_path: Path) -> None:
-    with file_size_limit(100), pytest.raises(ConfigError, match="room on its disk"):
+    with file_size_limit(100), pytest.raises(ConfigError, match="free space of its disk"):
         JournalFile(str(tmp_path / "j"), SIZE)
 
 

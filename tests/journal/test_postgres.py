@@ -150,7 +150,7 @@ async def test_a_commit_under_way_is_read_by_who_takes_over(postgres: Server) ->
             )
             assert found.rowcount == 1
             new = Lease(address)
-            taking = asyncio.create_task(new.take())
+            taking = asyncio.create_task(new.acquire())
             await asyncio.wait((taking,), timeout=0.5)
             assert not taking.done()
             writing.commit()
@@ -165,8 +165,8 @@ async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
     address = postgres.database()
     prepare(address)
     first, second = Lease(address), Lease(address)
-    await first.take()
-    taking = asyncio.create_task(second.take())
+    await first.acquire()
+    taking = asyncio.create_task(second.acquire())
     await asyncio.wait((taking,), timeout=LEASE_S + 1)
     assert not taking.done()  # it is renewed
     start = time.monotonic()
@@ -314,7 +314,7 @@ async def test_what_is_no_journal_of_this_version_is_refused_without_its_passwor
         address: "schema version 99",
         missing: "does not exist",
         missing.replace("admin", "nobody"): "authentication failed",
-        f"postgresql://admin:{PASSWORD}@:x:y/z": "no address like",
+        f"postgresql://admin:{PASSWORD}@:x:y/z": "not an address like",
         "postgresql://admin:secret@127.0.0.1:1/x": "refused",
     }
     for bad, reason in refused.items():
