@@ -370,9 +370,9 @@ class LocalScheduler:
         self._context_tokens = 0
         self._num_background_tokens = 0
         self._planned_at = now
-        self._limiting_budgets = bound = self._budgets.begin_step(now, self.decoding)
+        self._limiting_budgets = budgets = self._budgets.begin_step(now, self.decoding)
         for job in self.decoding[:]:
-            missing = job.context.num_missing if bound is None else bound.num_tokens(job)
+            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
             if job.is_admitted and missing and self._fits_step(job):
                 self._schedule_job(job, 1)
         self._num_decodes = len(self._scheduled)
@@ -385,7 +385,7 @@ class LocalScheduler:
                 is_blocked or job.awaits_token or self._must_wait_for_kv(job)
             ):
                 continue
-            missing = job.context.num_missing if bound is None else bound.num_tokens(job)
+            missing = job.context.num_missing if budgets is None else budgets.num_tokens(job)
             num_tokens = min(missing, budget, self._max_chunk)
             if num_tokens and not (self._fits_step(job) and self._schedule_job(job, num_tokens)):
                 is_blocked = True

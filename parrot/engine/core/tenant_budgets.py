@@ -56,7 +56,7 @@ class TenantBudgets:
         self._block_size = block_size
         self._costs = _DEFAULT_COSTS
         self._tenants: dict[str, _Tenant] = {}
-        # When the last tenants with a `step_growth` left.
+        # Times at which the last tenants with a `step_growth` left, by tenant.
         self._returning: dict[str, float] = {}
         # Step time left of each crowding tenant. Other tenants have no limit on seconds.
         self._seconds_left: dict[str, float] = {}
@@ -107,18 +107,18 @@ class TenantBudgets:
     def _limit_crowding_tenants(self, decoding: Iterable[Job]) -> None:
         """Set the seconds of the tenants that crowd others."""
         guarded = [(n, t) for n, t in self._tenants.items() if t.step_growth is not None]
-        bound = {
+        crowded = {
             name: [(n, t) for n, t in guarded if n != name and _crowds(tenant, t)]
             for name, tenant in self._tenants.items()
             if guarded and tenant.num_jobs > _CROWD_JOBS * tenant.weight
         }
-        if not any(bound.values()):
+        if not any(crowded.values()):
             return
         self._costs = self._meter.recent() or _DEFAULT_COSTS
         self._counted_prefixes.clear()
         own_s = self._decode_s(decoding, dict(guarded))
         self._counted_prefixes.clear()
-        for name, others in bound.items():
+        for name, others in crowded.items():
             if others:
                 tenant = self._tenants[name]
                 limit = tenant.weight * min(self._limit_s(t, own_s[n]) for n, t in others)
@@ -128,15 +128,11 @@ class TenantBudgets:
 
     def num_tokens(self, job: Job) -> int:
         """The most tokens of the job that the step may compute."""
-        missing = job.context.num_missing
-        left = (
-            self._seconds_left.get(job.request.params.share.tenant) if self._seconds_left else None
-        )
+        missing, name = job.context.num_missing, job.request.params.share.tenant
+        left = self._seconds_left.get(name)
         if left is None:
             if missing > 1 and self._prompt_tokens_left:
-                return min(
-                    missing, self._prompt_tokens_left.get(job.request.params.share.tenant, missing)
-                )
+                return min(missing, self._prompt_tokens_left.get(name, missing))
             return missing
         if left <= 0.0:
             return 0
