@@ -406,12 +406,12 @@ class IdleContexts:
             return True
         if self._failed_at == (pool.num_releases, self._shares.num_changes, requester):
             return False  # Nothing has changed since the last attempt failed.
-        spent: list[ShareGroup] = []
+        suspended: list[ShareGroup] = []
         while pool.num_free < num_free:
             group, surplus = self._queue.first_group(), None
-            if group is not None and group not in spent and not self._shares.protects(group):
+            if group is not None and group not in suspended and not self._shares.protects(group):
                 surplus = self._queue.surplus(group)
-            elif requester is not None and requester not in spent:
+            elif requester is not None and requester not in suspended:
                 group = requester
             else:
                 break
@@ -421,8 +421,8 @@ class IdleContexts:
                     self.discard(context)
             if pool.num_free < goal:
                 self._queue.suspend(group)
-                spent.append(group)
-        self._queue.resume(spent)
+                suspended.append(group)
+        self._queue.resume(suspended)
         if pool.num_free >= num_free:
             return True
         self._failed_at = (pool.num_releases, self._shares.num_changes, requester)
@@ -438,14 +438,14 @@ class IdleContexts:
         waits. Returns the contexts that lost KV, and whether it was enough."""
         tree = self._tree
         groups = self._queue.groups()
-        spared = [g for g in groups if g is not context.group and self._shares.protects(g)]
-        contexts = [c for g in groups if g not in spared for c in self._queue.of(g)]
+        protected = [g for g in groups if g is not context.group and self._shares.protects(g)]
+        contexts = [c for g in groups if g not in protected for c in self._queue.of(g)]
         contexts += later
         changed = set()
         if is_first or sum(len(c.block_ids) for c in contexts) >= num_blocks - tree.pool.num_free:
             changed = drop_kv(tree, contexts, num_blocks)
         if is_first and tree.pool.num_free < num_blocks:
-            contexts += [c for g in spared for c in self._queue.of(g)]
+            contexts += [c for g in protected for c in self._queue.of(g)]
             changed |= drop_kv(tree, contexts, num_blocks)
         unshared = set()
         if tree.pool.num_free < num_blocks:

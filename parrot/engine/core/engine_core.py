@@ -91,11 +91,11 @@ class EngineCore:
         self._in_flight: _InFlightStep | None = None
         self._suspects: list[Job] = []  # Jobs of failed steps, one of which may be the cause.
         self._streaming_jobs: list[Job] = []  # Jobs whose newest tokens were not sent yet.
-        is_found = config.scheduler.prefix_caching
-        self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_found)
+        is_published = config.scheduler.prefix_caching
+        self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_published)
         self._costs = StepCostMeter(info)
         self.host: HostKv | None = None
-        if is_found and self._runner.has_host_tier:
+        if is_published and self._runner.has_host_tier:
             self.host = HostKv(self._tree, self._runner, self._costs.prefill_s)
         self.host_tokens_capacity = 0 if self.host is None else self.host.tokens_capacity
         self._scheduler = LocalScheduler(config, self._tree, self._costs, self.host)

@@ -322,13 +322,13 @@ def unreported_outputs(
 
     The newest token is left out, because it may end the output. At most `_MAX_REPORTED_TOKENS` are
     returned. May be called from any thread."""
-    parts, room = [], _MAX_REPORTED_TOKENS
+    parts, tokens_left = [], _MAX_REPORTED_TOKENS
     for context_id, generation in generations:
         if generation.is_streamed:
             continue
         start = reported.get(context_id, 0)
-        ids = generation.output_ids[start:-1][: min(room, MOST_IDS)]
-        room = max(0, room - len(ids) - _PART_OVERHEAD_TOKENS) if ids else room
+        ids = generation.output_ids[start:-1][: min(tokens_left, MOST_IDS)]
+        tokens_left = max(0, tokens_left - len(ids) - _PART_OVERHEAD_TOKENS) if ids else tokens_left
         parts.append(OutputPart.of(context_id, start, ids))
     return parts
 

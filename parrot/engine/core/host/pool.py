@@ -11,7 +11,7 @@ class HostPool:
     """Slots 0..num_slots-1 of one block each. The states of a slot are
 
         blank --take--> being written --put--> held --evict--> (being written again)
-          ^-----------return_blank-----'            '--pin--> being read --unpin--> held
+          ^----------return_blank---'            '--pin--> being read --unpin--> held
 
     Held slots are found by their keys, also while they are read. The next slot to evict is the
     least recently touched one of the group that loses first."""

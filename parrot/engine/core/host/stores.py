@@ -163,7 +163,7 @@ class HostStores:
             self._host.return_blank(slot)
 
     def check_integrity(self, being_written: dict[bytes, int]) -> None:
-        """`being_written`: the slots that transfers under way write, by key."""
+        """`being_written`: the slots that transfers in flight write, by key."""
         for key, (slot, _) in self._pending_stores.items():
             assert being_written.get(key) == slot, f"slot {slot} is not being written"
             assert key not in self._host, f"the key of slot {slot} has a copy already"
