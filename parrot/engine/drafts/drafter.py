@@ -45,15 +45,15 @@ class OutputDrafts:
 
     def search(self, limit: int) -> None:
         """Search for a draft of at most `limit` tokens after the newest token."""
-        place = self._draft_position = len(self._output_ids)
-        limit = min(limit, self._max_output - place - 1)
+        position = self._draft_position = len(self._output_ids)
+        limit = min(limit, self._max_output - position - 1)
         if (followed := self._finder.follow(self._context_ids)) is not None:
             self._acceptance.count(*followed)
-        forced = [] if self._constraint is None else self._constraint.forced(place)
+        forced = [] if self._constraint is None else self._constraint.forced(position)
         self._is_forced = bool(forced)
         self._draft = forced[:limit] if forced else self._finder.propose(self._context_ids, limit)
         if self._draft and self._constraint is not None and not forced:
-            self._draft = self._draft[: self._constraint.num_valid(place, self._draft)]
+            self._draft = self._draft[: self._constraint.num_valid(position, self._draft)]
 
     def candidate(self, num_pending: int = 0) -> Candidate:
         """The draft after the newest token, without its first `num_pending` tokens.
@@ -90,16 +90,16 @@ class Drafter:
 
     def __init__(self, max_draft: int, sizes: Sequence[int], clock: Clock) -> None:
         """`max_draft`: most tokens of one draft. `sizes`: see `DraftCosts`."""
-        usual = StepCosts()
+        defaults = StepCosts()
         self._clock = clock
         self._max_draft = max_draft
         self.acceptance = Acceptance()  # Of all outputs. Each output starts with these rates.
-        self._next_search = 0
-        self._searched: list[OutputDrafts] = []
+        self._next_search = 0  # Index of the output that is searched first.
+        self._searched: list[OutputDrafts] = []  # Outputs of the last search.
         self._search_s = 0.0  # Search time during the step in flight.
         self._idle_s: float | None = None  # Average idle time of the CPU in a step.
-        self.costs = DraftCosts(sizes, usual.step_s, _FIRST_TURNAROUND_S)
-        self.costs.token_s = usual.prefill_s
+        self.costs = DraftCosts(sizes, defaults.step_s, _FIRST_TURNAROUND_S)
+        self.costs.token_s = defaults.prefill_s
 
     def search_during_step(self, outputs: Sequence[OutputDrafts], *, has_prompts: bool) -> None:
         """Search for drafts during a step, within a fraction of the CPU's idle time.

@@ -4,7 +4,7 @@ The newest tokens are searched in these texts. After a match, a cursor follows t
 output repeats it, at almost no cost. When the output differs, the text near the cursor is searched
 first, because edited text often continues there. A search is a few NumPy passes over the text:
 about 10 us for 2,000 tokens and 0.1 ms for 94,000. So there is no index. After 16 failed searches,
-only every fourth new token starts a search.
+only every fourth step searches.
 """
 
 from array import array
@@ -21,8 +21,8 @@ _MIN_MATCH = 3  # Shortest match, in tokens. A larger value drafts less often.
 _MAX_MATCH = 8  # Longest match, in tokens, that a search compares.
 _NEAR_TOKENS = 48  # Tokens after a lost cursor within which a shorter match counts.
 _MIN_NEAR_MATCH = 2  # Shortest match, in tokens, near a lost cursor.
-_MAX_FULL_SEARCHES = 16  # After this many failures, only every `_STRIDE`-th token is searched.
-_STRIDE = 4
+_MAX_FULL_SEARCHES = 16  # Calls of `follow` without a match after which most calls do not search.
+_STRIDE = 4  # Then only every `_STRIDE`-th call searches. Larger values cost less time.
 
 
 class Followed(NamedTuple):
@@ -46,7 +46,7 @@ class DraftFinder:
         self.match_length = 0  # Tokens before the cursor that are known to equal the newest ones.
         self._lost_at: int | None = None  # The cursor when the output last differed.
         self._num_since_lost = 0
-        self._num_failed = 0  # Failed searches since the last match.
+        self._num_failed = 0  # Calls without a match since the last match.
 
     def follow(self, context_ids: "array[int]") -> Followed | None:
         """Process the new tokens of the context. Returns None if there was no match to follow."""
@@ -80,9 +80,9 @@ class DraftFinder:
 
     def _tokens_after(self, cursor: int, count: int, context_ids: "array[int]") -> list[int]:
         """The known tokens from `cursor` on, at most `count`."""
-        place = cursor - len(self._texts)
-        if place >= 0:
-            return context_ids[place : place + count].tolist()
+        start = cursor - len(self._texts)
+        if start >= 0:
+            return context_ids[start : start + count].tolist()
         found: list[int] = self._texts[cursor : cursor + count].tolist()
         return found
 

@@ -30,7 +30,7 @@ class Acceptance:
 
     def __init__(self, shared: "Acceptance | None" = None) -> None:
         self._shared = shared
-        self._memory = _SHARED_DECAY if shared is None else _DECAY
+        self._decay = _SHARED_DECAY if shared is None else _DECAY
         rates = _INITIAL_RATES if shared is None else [shared.rate(n) for n in (0, *_MATCH_LENGTHS)]
         self._hits = [_INITIAL_WEIGHT * rate for rate in rates]
         self._misses = [_INITIAL_WEIGHT * (1 - rate) for rate in rates]
@@ -55,7 +55,7 @@ class Acceptance:
             self._shared.count(length, num_right, is_lost)
 
     def _count(self, kind: int, num_right: int, num_wrong: int) -> None:
-        fade = self._memory ** (num_right + num_wrong)
+        fade = self._decay ** (num_right + num_wrong)
         self._hits[kind] = fade * self._hits[kind] + num_right
         self._misses[kind] = fade * self._misses[kind] + num_wrong
 
