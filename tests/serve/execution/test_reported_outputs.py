@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from parrot.engine.core.output import Generation, Language, untold
+from parrot.engine.core.output import Generation, Language, unreported_outputs
 from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
@@ -164,7 +164,7 @@ async def test_the_largest_heartbeats_are_accepted(num_outputs: int, num_tokens:
         generation = Generation(ResolvedSampling(max_gen_length=10**6), 0, language, False)
         generation.push_all([65] * (num_tokens + 1))
         outputs.append((10**9 + number, generation))
-    parts = untold(outputs, {})
+    parts = unreported_outputs(outputs, {})
     assert len(parts) == num_outputs
     runtime = RuntimeInfo(outputs=[part for part in parts if part.ids])
     assert sum(part.end for part in runtime.outputs) > 5_000
