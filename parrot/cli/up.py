@@ -40,7 +40,8 @@ _WEIGHTS = (
 
 @dataclass(frozen=True, slots=True)
 class UpOptions:
-    """The options of the command line; None: as configs, the environment or the machine say."""
+    """The options of the command line. None: the value comes from configs, the environment or the
+    machine."""
 
     engines: int | None
     host: str | None
@@ -57,8 +58,8 @@ class UpOptions:
 
 
 def up(models: Sequence[str], options: UpOptions) -> None:
-    """Run until a signal comes or ServeCore dies, and end by `SystemExit`. An engine that dies is
-    started again. `models`: one model, or URLs of servers."""
+    """Run until a signal or until ServeCore exits, then raise `SystemExit`. Engines that exit are
+    restarted. `models`: one model, or URLs of servers."""
     try:
         core = _core(options)
         if models[0].startswith(("http://", "https://")):
@@ -99,14 +100,14 @@ def _only_model(models: Sequence[str]) -> str:
 
 
 def _core(options: UpOptions) -> Config:
-    """ServeCore's config, with a port that is free. Raises `ConfigError`, and `ClusterError` for a
-    host that there is not."""
+    """ServeCore's config with a free port. Raises `ConfigError`, and `ClusterError` for a host that
+    is not an address of this machine."""
     given = _given(host=options.host, port=options.port, insecure=options.insecure or None)
     settings = core_settings(options.core_config, given, os.environ)
     parse_config(CoreConfig, settings.payload, settings.blamed)
     core = {"host": _HOST, "port": _PORT, **settings.payload}
     if core["port"] == 0:
-        del core["port"]  # the cluster finds one
+        del core["port"]  # The cluster finds a free port.
     elif _is_taken(core["host"], core["port"]):
         raise ConfigError(in_use(core["host"], core["port"]))
     return core
@@ -120,8 +121,8 @@ def _is_taken(host: str, port: int) -> bool:
 def plan_engines(
     model: str, options: UpOptions, environ: Mapping[str, str], gpus: int
 ) -> list[Config]:
-    """A config for each engine: one on each GPU, or on as many as its model is divided among;
-    without GPUs, one that takes all cores. Raises `ConfigError` that says what to do."""
+    """A config for each engine. With GPUs, each engine uses one GPU, or `tensor_parallel` GPUs.
+    Without GPUs, one engine uses all cores. Raises `ConfigError` with advice."""
     given = _given(device=options.device, dtype=options.dtype)
     if options.tensor_parallel is not None:
         given["instance"] = {"tensor_parallel": options.tensor_parallel}
@@ -160,7 +161,7 @@ def _with_share_of_cores(config: Config, num_processes: int) -> Config:
 
 
 def _engine_for(model: str) -> dict[str, Any]:
-    """The config that `model` names or needs. Raises `ConfigError` for what cannot be a model."""
+    """The engine config for `model`. Raises `ConfigError` if it is not a model."""
     path = Path(model).expanduser()
     if path.suffix.lower() in _CONFIG_SUFFIXES:
         return _engine_file(path)
@@ -190,7 +191,7 @@ def _engine_for(model: str) -> dict[str, Any]:
 
 
 def _local(path: Path, name: str) -> dict[str, Any]:
-    """Clients name it alike wherever it lies."""
+    """The config of a local model. Its served name does not contain the folder."""
     return {"model": str(path), "served_model_name": name}
 
 
@@ -209,7 +210,7 @@ def _engine_file(path: Path) -> dict[str, Any]:
 
 
 def _say_how_to_use(cluster: Cluster) -> None:
-    """The page's address, and a line for each of the usual clients."""
+    """Print the page's address and a shell line for each common client."""
     core = cluster.configs["core"]
     url = cluster.core_url
     models = _models(cluster)
@@ -224,7 +225,7 @@ def _say_how_to_use(cluster: Cluster) -> None:
     lines = {"OpenAI code": f"export {openai}", **agent_lines(url, model, key, context)}
     for client, line in lines.items():
         OUT.print(f"[bold]{client}[/]")
-        sys.stdout.write(f"  {line}\n")  # rich would break it
+        sys.stdout.write(f"  {line}\n")  # rich would wrap the line.
     sys.stdout.flush()
     if (reason := why_not_all(model, context)) is not None:
         OUT.print(f"[bold]Coding agents[/]\n  {escape(reason)}", soft_wrap=True)
@@ -236,7 +237,7 @@ def _say_how_to_use(cluster: Cluster) -> None:
 
 
 def _models(cluster: Cluster) -> list[str]:
-    """As ServeCore names them."""
+    """The models under their served names."""
     core = cluster.configs["core"]
     token = cluster.cluster_token
     status, answer = ask(core["host"], core["port"], "/ready", 5.0, token) or (None, None)
@@ -247,7 +248,7 @@ def _models(cluster: Cluster) -> list[str]:
 
 
 def _context(cluster: Cluster, model: str) -> int | None:
-    """Tokens of prompt and answer that the model has room for; None if this cannot be asked."""
+    """The model's maximum tokens of prompt and output. None: ServeCore does not answer."""
     core = cluster.configs["core"]
     key = next(iter(core.get("api_keys", ())), None)
     status, answer = ask(core["host"], core["port"], "/v1/models", 5.0, key) or (None, None)

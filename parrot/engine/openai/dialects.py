@@ -1,7 +1,7 @@
-"""Fields that servers of other makers understand beyond OpenAI's own, and what they can do.
+"""Kinds of foreign servers: their features, and their request fields besides OpenAI's.
 
-A server says who it is in the `owned_by` of its model list. An unknown one gets OpenAI's fields
-only; a sampling field that it cannot carry out is refused by name, never dropped."""
+The field `owned_by` of a server's model list identifies its kind. An unknown server gets only
+OpenAI's fields. Parrot rejects unsupported sampling fields and never drops them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,35 +21,32 @@ _STANDARD = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class LoadMetrics:
-    """Names of a server's metrics, the usual one first. `replica`: the label that tells apart
-    copies of the model behind one address."""
+    """The names of a server's metrics. The first name that the server has is used."""
 
     running: tuple[str, ...]
     waiting: tuple[str, ...]
     usage: tuple[str, ...]
-    replica: str = ""
+    replica: str = ""  # The label that distinguishes replicas of the model at one address.
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """`extras`: our sampling field -> the server's name of it. `off`: the server's name of a
-    field -> the value that turns it off, sent if a request does so against a server's default.
-    `is_serial`: the server has one request at a time; a second one cuts the first short, and who
-    leaves before an answer that is not streamed stops nothing. `schema_in_object`: how it wants the
-    schema of `response_format`. `takes_options`: of the model's template, and earlier reasoning.
-    `can`: of `FEATURES`, unless it tells otherwise; `kept_prompts`: see `Capabilities`; `load`:
-    None if its metrics do not tell it."""
+    """A kind of server: its request fields and its features."""
 
     name: str
-    extras: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, str] = field(default_factory=dict)  # Our sampling field -> its name.
+    # Its field -> the value that turns the field off. It is sent if a request turns the field off,
+    # because the server may have another default.
     off: Mapping[str, Any] = field(default_factory=dict)
-    schema_on_completions: bool = False
-    schema_in_object: bool = False
+    schema_on_completions: bool = False  # /completions accepts `response_format`.
+    schema_in_object: bool = False  # The schema is a key of `{"type": "json_object"}`.
+    # The server runs one request at a time. A second request cuts off the first one, and only the
+    # disconnect of a stream stops a request.
     is_serial: bool = False
-    takes_options: bool = False
-    can: frozenset[str] = frozenset()
-    kept_prompts: int | None = None
-    load: LoadMetrics | None = None
+    takes_options: bool = False  # It accepts template options and earlier reasoning.
+    can: frozenset[str] = frozenset()  # Features out of `FEATURES`, unless it reports others.
+    kept_prompts: int | None = None  # See `Capabilities`.
+    load: LoadMetrics | None = None  # None: its metrics do not contain the load.
 
     def features(self, is_chat: bool) -> frozenset[str]:
         schema = {"json_schema"} if is_chat or self.schema_on_completions else set()

@@ -1,4 +1,4 @@
-"""Asks a foreign server about itself."""
+"""Probes a foreign server for its models, version, cache size and features."""
 
 import re
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from parrot.engine.openai.dialects import LLAMA_CPP, LM_STUDIO, OLLAMA, SGLANG, 
 from parrot.protocol.errors import EngineFailed, ParrotError
 from parrot.protocol.http import HttpClient
 
-PROBE_TIMEOUT_S = 5.0
-_MAX_METRICS = 2**20  # bytes
-_MAX_DIGITS = 16
-_MAX_LEN = 2**53  # Longest context, in tokens, that is believed.
-_MAX_VERSION = 256  # characters
+PROBE_TIMEOUT_S = 5.0  # Timeout of each request of a probe, in seconds.
+_MAX_METRICS = 2**20  # Bytes of `/metrics` that are read.
+_MAX_DIGITS = 16  # Numbers with this number of digits or more are ignored.
+_MAX_LEN = 2**53  # Longest plausible context, in tokens. Longer ones are ignored.
+_MAX_VERSION = 256  # Characters of a version that are kept.
 _CACHE_CONFIG = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class ModelEntry(BaseModel):
-    """A model in a server's list. `max_model_len`: tokens of prompt and output; null: not told."""
+    """A model in a server's list. `max_model_len`: tokens of prompt and output. None: unknown."""
 
     id: str = ""
     owned_by: str = ""
@@ -29,7 +29,7 @@ class ModelEntry(BaseModel):
 
     @property
     def max_len(self) -> int | None:
-        """`max_model_len`, unless it cannot be true."""
+        """`max_model_len`, or None if the value is not plausible."""
         return _length(self.max_model_len)
 
 
@@ -39,15 +39,14 @@ class _ModelList(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A server's answers; None or empty: not told. `can`, `cannot`: of `FEATURES`. `max_len`:
-    tokens of prompt and output."""
+    """The result of a probe. None or empty: the server does not report the value."""
 
     version: str = ""
-    kept_tokens: int | None = None
-    kept_prompts: int | None = None
-    can: frozenset[str] = frozenset()
-    cannot: frozenset[str] = frozenset()
-    max_len: int | None = None
+    kept_tokens: int | None = None  # Size of its prefix cache in tokens.
+    kept_prompts: int | None = None  # Size of its prefix cache in prompts.
+    can: frozenset[str] = frozenset()  # Supported features out of `FEATURES`.
+    cannot: frozenset[str] = frozenset()  # Unsupported features out of `FEATURES`.
+    max_len: int | None = None  # Tokens of prompt and output.
 
 
 async def list_models(http: HttpClient) -> list[ModelEntry]:
@@ -60,7 +59,7 @@ async def list_models(http: HttpClient) -> list[ModelEntry]:
 
 
 async def ask_server(http: HttpClient, dialect: Dialect, model: str) -> Told:
-    """Ask the server at the root of its address. A missing route tells nothing."""
+    """Probe the server at the root of its URL. A missing route leaves values unknown."""
     if dialect is VLLM:
         version = await _json(http, "/version")
         return _of_vllm(version, await _metrics(http))
@@ -86,7 +85,7 @@ async def ask_server(http: HttpClient, dialect: Dialect, model: str) -> Told:
 
 
 async def _context_of_ollama(http: HttpClient, model: str) -> int | None:
-    """The context that the model is loaded with. None: it is not loaded, so that is not known."""
+    """The context length with which the model is loaded. None: the model is not loaded."""
     loaded = (await _json(http, "/api/ps")).get("models")
     for entry in loaded if isinstance(loaded, list) else ():
         if isinstance(entry, dict) and model in (entry.get("name"), entry.get("model")):
@@ -107,7 +106,7 @@ def _of_vllm(version: dict[str, Any], metrics: str) -> Told:
 
 
 def _of_sglang(info: dict[str, Any]) -> Told:
-    """Priorities are for us only where low ones go first."""
+    """The values of SGLang. It supports `priority` only if lower values run first, as in Parrot."""
     kept = 0 if info.get("disable_radix_cache") else _count(info.get("max_total_num_tokens"))
     by_priority = info.get("enable_priority_scheduling") is True
     lowest_first = info.get("schedule_low_priority_values_first") is True
@@ -120,7 +119,7 @@ def _of_sglang(info: dict[str, Any]) -> Told:
 
 
 def _count(value: Any) -> int | None:
-    """None for what is no count, or none that a server could have."""
+    """The value as a number. None if it is not a whole number, or has 16 digits or more."""
     text = str(value)
     return int(text) if text.isascii() and text.isdigit() and len(text) < _MAX_DIGITS else None
 
@@ -144,7 +143,7 @@ async def _json(http: HttpClient, path: str) -> dict[str, Any]:
 
 
 async def read_metrics(http: HttpClient) -> str:
-    """The text at `/metrics`, or its beginning. Raises as `HttpClient.text` does."""
+    """The first 1 MiB of `/metrics`. Raises the errors of `HttpClient.text`."""
     return await http.text("/metrics", limit=_MAX_METRICS, timeout_s=PROBE_TIMEOUT_S)
 
 

@@ -1,4 +1,4 @@
-"""The foreign server: where it is, how to ask it, when to ask again."""
+"""The client of the foreign server: address, requests, errors and retries."""
 
 import logging
 import os
@@ -56,8 +56,8 @@ _NO_CREDIT = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
 
 
 class Overloaded(QuotaExceeded):
-    """The foreign server has no room now; it may have said after how many seconds to return. Not
-    `Unavailable`: to ServeCore that would mean the loss of this engine and its contexts."""
+    """The foreign server is overloaded. `retry_after_s`: its `Retry-After`, if any. This is not an
+    `Unavailable`, because ServeCore would then consider this engine and its contexts lost."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)
@@ -65,15 +65,15 @@ class Overloaded(QuotaExceeded):
 
 
 class NotThere(EngineFailed):
-    """The foreign server has no such model, or does nothing of the kind."""
+    """The foreign server does not have the model or the endpoint."""
 
 
 class Faltered(EngineFailed):
-    """The foreign server failed in a way that may pass."""
+    """The foreign server failed temporarily."""
 
 
 def backoff(error: Exception) -> bool | float:
-    """Stamina's question: whether to try again, or after how many seconds."""
+    """Stamina's hook: whether to retry, or the seconds to wait before a retry."""
     if isinstance(error, Overloaded):
         wait_s = error.retry_after_s
         return True if wait_s is None else (wait_s <= _MAX_WAIT_S and wait_s)
@@ -81,8 +81,8 @@ def backoff(error: Exception) -> bool | float:
 
 
 def refused_embedding(error: EngineFailed) -> ParrotError:
-    """The error of a server that was asked for embeddings, which may have none. llama-cpp-python
-    answers 500 if it has none, and for token ids."""
+    """Translates an error of an embedding request. llama-cpp-python answers 500 if the model has no
+    embeddings, and for inputs of token ids."""
     if isinstance(error, NotThere) or "embedding=True" in error.message:
         text = f"the model has no embeddings: {error.message}"
         return UnsupportedField(text, param="model")
@@ -92,9 +92,9 @@ def refused_embedding(error: EngineFailed) -> ParrotError:
 
 
 class ErrorTranslator:
-    """Reads a foreign server's refusals as Parrot's errors. No secret ever gets into a message.
+    """Translates a foreign server's errors into Parrot's. Messages never contain the API key.
 
-    HTTP                     Parrot's error        tried again
+    HTTP                     Parrot's error        retried
     400, context too long    PromptTooLong         no
     400, 413, 422            InvalidRequest        no
     401, 403                 EngineFailed          no (our key, not the caller's)
@@ -108,7 +108,7 @@ class ErrorTranslator:
         self._secret = secret
 
     def read(self, payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
-        """For a body of {"error": {"message", "type", "code"}}, or whatever else came."""
+        """The error for a body `{"error": {"message", "type", "code"}}`, or for any other body."""
         error = payload.get("error", payload) if isinstance(payload, Mapping) else None
         details = error if isinstance(error, Mapping) else {}
         names = {details.get("code"), details.get("type")} if details else set()
@@ -135,7 +135,7 @@ class ErrorTranslator:
         return Faltered(text) if may_pass and not told_not_to else EngineFailed(text)
 
     def read_frame(self, payload: Any) -> ParrotError:
-        """The error that ends a stream; vLLM puts the HTTP status in its `code`."""
+        """The error for the error event of a stream. vLLM's `code` is the HTTP status."""
         error = payload.get("error") if isinstance(payload, Mapping) else None
         code = error.get("code") if isinstance(error, Mapping) else None
         return self.read(payload, code if isinstance(code, int) else 500, {})
@@ -157,14 +157,15 @@ class ErrorTranslator:
 logger = logging.getLogger(__name__)
 
 OPENAI_URL = "https://api.openai.com/v1"
-_AZURE_NEW_SINCE = "2024-09-01"  # api-versions with max_completion_tokens and stream_options
-_ANSWER_TIMEOUT_S = 600.0
-_ATTEMPTS = 5
+# First api-version of Azure with `max_completion_tokens` and `stream_options`.
+_AZURE_NEW_SINCE = "2024-09-01"
+_ANSWER_TIMEOUT_S = 600.0  # Seconds for a whole answer, or between two chunks of a stream.
+_ATTEMPTS = 5  # Attempts of a request that fails temporarily.
 _NOTHING = Told()
 
 
 def _base_url(config: OpenAIConfig) -> str:
-    """Where `/completions` is appended; on Azure the model is part of the address."""
+    """The URL before `/completions`. On Azure it contains the model."""
     instance = config.instance
     if instance.is_azure:
         assert instance.azure_endpoint is not None
@@ -199,7 +200,7 @@ def _read_key(path: str) -> str:
 
 
 def _tls(config: OpenAIConfig) -> ssl.SSLContext | None:
-    """The certificates that are trusted; None: those of the system."""
+    """The trusted certificates. None: the certificates of the system."""
     path = config.instance.ca_file
     if path is None:
         return None
@@ -210,8 +211,8 @@ def _tls(config: OpenAIConfig) -> ssl.SSLContext | None:
 
 
 def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> HttpClient:
-    """A client of the server, whose errors are Parrot's. Raises `ConfigError` if the key is missing
-    or a file cannot be read."""
+    """An HTTP client of the foreign server that raises Parrot's errors. Raises `ConfigError` if the
+    key is missing or a file cannot be read."""
     is_azure = config.instance.is_azure
     key = _api_key(config, environ)
     return HttpClient(
@@ -224,7 +225,8 @@ def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ)
 
 
 def _target(config: OpenAIConfig) -> Target:
-    """OpenAI's newer models refuse `max_tokens`; most other servers know nothing else."""
+    """The endpoint and its field names. OpenAI's newer models reject `max_tokens`, but most other
+    servers accept only `max_tokens`."""
     instance = config.instance
     is_chat = instance.api_endpoint == "chat"
     is_new = not instance.is_azure or instance.azure_api_version >= _AZURE_NEW_SINCE
@@ -234,8 +236,8 @@ def _target(config: OpenAIConfig) -> Target:
 
 
 class Upstream:
-    """One server and one model of it. `probe` may fail; then nothing is known of its capabilities,
-    and it is taken for one that knows OpenAI's fields only."""
+    """One foreign server and one of its models. Before a successful `probe` the capabilities are
+    unknown, and the server is treated as one with OpenAI's fields only."""
 
     def __init__(self, config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> None:
         instance = config.instance
@@ -254,7 +256,7 @@ class Upstream:
         self._dialect: Dialect | None = None
         self.capabilities = Capabilities()
         self.max_model_len: int | None = None
-        self._was_away = False  # when it was asked what it is
+        self._was_away = False  # The last probe got no answer.
         if instance.is_azure:
             self._settle(OPENAI, _NOTHING)
 
@@ -263,7 +265,7 @@ class Upstream:
         await self._root.close()
 
     async def probe(self) -> None:
-        """Find out what kind of server it is and what it can do, unless that is known."""
+        """Find out the kind and the capabilities of the server, unless they are known."""
         if self._dialect is not None:
             return
         try:
@@ -294,13 +296,13 @@ class Upstream:
         )
 
     def check(self, needs: frozenset[str]) -> None:
-        """Raise `UnsupportedField` for what this server is known not to do."""
+        """Raises `UnsupportedField` if the server is known not to support a needed feature."""
         if self._dialect is not None:
             self._require(self._dialect, needs)
 
     async def check_with_probe(self, needs: frozenset[str]) -> None:
-        """As `check`, but first find out what the server is if it was away, or if what it can do
-        matters."""
+        """As `check`, but probe an unknown server first, if the last probe got no answer or the
+        assumed kind lacks a needed feature."""
         if self._dialect is None and (self._was_away or not needs <= self._can):
             await self.probe()
         self._require(self._assumed, needs)
@@ -311,11 +313,11 @@ class Upstream:
 
     @property
     def load_metrics(self) -> LoadMetrics | None:
-        """The names of its metrics that tell its load; None if it has none, or is not known."""
+        """The names of the server's load metrics. None: it has none, or its kind is unknown."""
         return None if self._dialect is None else self._dialect.load
 
     async def metrics(self) -> str:
-        """The text of its metrics, or the beginning of a very long one."""
+        """The first 1 MiB of the server's metrics."""
         return await read_metrics(self._root)
 
     @property
@@ -328,7 +330,8 @@ class Upstream:
         return self._features(self._assumed) if known is None else known
 
     def _features(self, dialect: Dialect, told: Told = _NOTHING) -> frozenset[str]:
-        """The server's features: the configuration first, then what it told, then the dialect's."""
+        """The server's features. The configuration overrides the probe, which overrides the
+        dialect."""
         usual = (dialect.features(self._target.is_chat) | told.can) - told.cannot
         given = self._instance.features
         has = {name for name in given if given[name]}
@@ -341,7 +344,7 @@ class Upstream:
             raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
     async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
-        """As `stream`, but the answer comes whole."""
+        """As `stream`, but the iterator yields the whole answer at once."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
                 payload = await self._http.request(
@@ -358,8 +361,8 @@ class Upstream:
         yield answer
 
     async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
-        """The chunks of an answer, complete when the iteration ends without an error. Tries again
-        only while nothing has come. A stream that is over before its text has ended was cut off."""
+        """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
+        `Unavailable` if the stream ends before the answer has a finish reason."""
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
                 events = self._http.stream(
@@ -382,7 +385,7 @@ class Upstream:
                 raise Unavailable("the stream of the server behind this engine was cut off")
 
     async def embed(self, inputs: Sequence[list[int] | str], traceparent: str = "") -> Embeddings:
-        """Raises `UnsupportedField` if the server makes no embeddings."""
+        """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
         async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
             with attempt:
@@ -400,9 +403,9 @@ class Upstream:
         return parse_embeddings(payload, len(inputs))
 
     async def score(self, prompt: list[int] | str, num_top: int, salt: str) -> tuple[Logprobs, int]:
-        """The log probabilities of a prompt's tokens, and how many they are. A token is generated
-        behind it, since not all servers take 0. Raises `UnsupportedField` if the server tells
-        none."""
+        """The log probabilities of a prompt's tokens, and their number. The request generates one
+        token, because some servers reject 0. Raises `UnsupportedField` if the server returns no
+        log probabilities."""
         if self._target.is_chat:
             raise UnsupportedField("chats are not echoed by the server", param="echo")
         sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
