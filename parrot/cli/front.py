@@ -9,7 +9,7 @@ from typing import Any
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.ports import ask
 from parrot.engine.openai.probe import list_models
-from parrot.engine.openai.upstream import NotThere, server_client
+from parrot.engine.openai.upstream import NotServed, server_client
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.serve.config import UpstreamServer
 from parrot.upstreams.servers import engine_config
@@ -42,7 +42,7 @@ def _api_url(url: str, instance: dict[str, Any]) -> str:
     base = url.rstrip("/")
     try:
         num_models = _num_models(base, instance)
-    except NotThere as error:
+    except NotServed as error:
         if base.endswith("/v1"):
             raise ConfigError(f"{url}: {error.message}") from None
         return _api_url(base + "/v1", instance)

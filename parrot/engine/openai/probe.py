@@ -38,7 +38,7 @@ class _ModelList(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ProbeResult:
     """The result of a probe. None or empty: the server does not report the value."""
 
     version: str = ""
@@ -58,7 +58,7 @@ async def list_models(http: HttpClient) -> list[ModelEntry]:
         raise EngineFailed(f"{http.base_url}/models is not a list of models") from None
 
 
-async def ask_server(http: HttpClient, dialect: Dialect, model: str) -> Told:
+async def ask_server(http: HttpClient, dialect: Dialect, model: str) -> ProbeResult:
     """Probe the server at the root of its URL. A missing route leaves values unknown."""
     if dialect is VLLM:
         version = await _json(http, "/version")
@@ -72,16 +72,16 @@ async def ask_server(http: HttpClient, dialect: Dialect, model: str) -> Told:
         defaults = props.get("default_generation_settings")
         context = defaults.get("n_ctx") if isinstance(defaults, dict) else None
         build = _text(props.get("build_info"))
-        return Told(build, kept_prompts=slots or None, max_len=_length(context))
+        return ProbeResult(build, kept_prompts=slots or None, max_len=_length(context))
     if dialect is OLLAMA:
         version = await _json(http, "/api/version")
         context = await _context_of_ollama(http, model)
-        return Told(_text(version.get("version")), max_len=context)
+        return ProbeResult(_text(version.get("version")), max_len=context)
     if dialect is LM_STUDIO:
         card = await _json(http, f"/api/v0/models/{quote(model, safe='/')}")
         length = card.get("loaded_context_length") or card.get("max_context_length")
-        return Told(max_len=_length(length))
-    return Told()
+        return ProbeResult(max_len=_length(length))
+    return ProbeResult()
 
 
 async def _context_of_ollama(http: HttpClient, model: str) -> int | None:
@@ -93,7 +93,7 @@ async def _context_of_ollama(http: HttpClient, model: str) -> int | None:
     return None
 
 
-def _of_vllm(version: dict[str, Any], metrics: str) -> Told:
+def _of_vllm(version: dict[str, Any], metrics: str) -> ProbeResult:
     found = _CACHE_CONFIG.search(metrics)
     cache = dict(_LABEL.findall(found[1])) if found else {}
     kept = _count(cache.get("kv_cache_size_tokens"))
@@ -102,15 +102,15 @@ def _of_vllm(version: dict[str, Any], metrics: str) -> Told:
         kept = _count(num_blocks * size) if num_blocks is not None and size is not None else None
     if cache.get("enable_prefix_caching") == "False":
         kept = 0
-    return Told(_text(version.get("version")), kept)
+    return ProbeResult(_text(version.get("version")), kept)
 
 
-def _of_sglang(info: dict[str, Any]) -> Told:
+def _of_sglang(info: dict[str, Any]) -> ProbeResult:
     """The values of SGLang. It supports `priority` only if lower values run first, as in Parrot."""
     kept = 0 if info.get("disable_radix_cache") else _count(info.get("max_total_num_tokens"))
     by_priority = info.get("enable_priority_scheduling") is True
     lowest_first = info.get("schedule_low_priority_values_first") is True
-    return Told(
+    return ProbeResult(
         _text(info.get("version")),
         kept,
         can=frozenset({"priority"} if by_priority and lowest_first else ()),

@@ -17,7 +17,7 @@ from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, L
 from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import (
     ModelEntry,
-    Told,
+    ProbeResult,
     ask_server,
     list_models,
     read_metrics,
@@ -64,11 +64,11 @@ class Overloaded(QuotaExceeded):
         self.retry_after_s = retry_after_s
 
 
-class NotThere(EngineFailed):
+class NotServed(EngineFailed):
     """The foreign server does not have the model or the endpoint."""
 
 
-class Faltered(EngineFailed):
+class TemporaryFailure(EngineFailed):
     """The foreign server failed temporarily."""
 
 
@@ -77,13 +77,13 @@ def backoff(error: Exception) -> bool | float:
     if isinstance(error, Overloaded):
         wait_s = error.retry_after_s
         return True if wait_s is None else (wait_s <= _MAX_WAIT_S and wait_s)
-    return isinstance(error, Unavailable | Faltered)
+    return isinstance(error, Unavailable | TemporaryFailure)
 
 
 def refused_embedding(error: EngineFailed) -> ParrotError:
     """Translates an error of an embedding request. llama-cpp-python answers 500 if the model has no
     embeddings, and for inputs of token ids."""
-    if isinstance(error, NotThere) or "embedding=True" in error.message:
+    if isinstance(error, NotServed) or "embedding=True" in error.message:
         text = f"the model has no embeddings: {error.message}"
         return UnsupportedField(text, param="model")
     if "validation error" in error.message:
@@ -98,7 +98,7 @@ class ErrorTranslator:
     400, context too long    PromptTooLong         no
     400, 413, 422            InvalidRequest        no
     401, 403                 EngineFailed          no (our key, not the caller's)
-    404, 405, 501            NotThere              no (wrong model or address)
+    404, 405, 501            NotServed             no (wrong model or address)
     429, 503, 529            QuotaExceeded         yes, unless credit is used up
     408, 409, 500 and others EngineFailed          yes
     no connection            Unavailable           yes
@@ -129,10 +129,10 @@ class ErrorTranslator:
             return self._refused(names, message)
         text = f"the server behind this engine answered HTTP {status}: {message}"
         if status in (404, 405, 501):
-            return NotThere(text)
+            return NotServed(text)
         may_pass = status >= 500 or status in (408, 409)
         told_not_to = headers.get("x-should-retry") == "false"
-        return Faltered(text) if may_pass and not told_not_to else EngineFailed(text)
+        return TemporaryFailure(text) if may_pass and not told_not_to else EngineFailed(text)
 
     def read_frame(self, payload: Any) -> ParrotError:
         """The error for the error event of a stream. vLLM's `code` is the HTTP status."""
@@ -161,7 +161,7 @@ OPENAI_URL = "https://api.openai.com/v1"
 _AZURE_NEW_SINCE = "2024-09-01"
 _ANSWER_TIMEOUT_S = 600.0  # Seconds for a whole answer, or between two chunks of a stream.
 _ATTEMPTS = 5  # Attempts of a request that fails temporarily.
-_NOTHING = Told()
+_UNKNOWN = ProbeResult()
 
 
 def _base_url(config: OpenAIConfig) -> str:
@@ -256,9 +256,9 @@ class Upstream:
         self._dialect: Dialect | None = None
         self.capabilities = Capabilities()
         self.max_model_len: int | None = None
-        self._was_away = False  # The last probe got no answer.
+        self._was_unreachable = False  # The last probe got no answer.
         if instance.is_azure:
-            self._settle(OPENAI, _NOTHING)
+            self._settle(OPENAI, _UNKNOWN)
 
     async def close(self) -> None:
         await self._http.close()
@@ -271,7 +271,7 @@ class Upstream:
         try:
             models = await list_models(self._http)
         except ParrotError as error:
-            self._was_away = isinstance(error, Unavailable | Overloaded)
+            self._was_unreachable = isinstance(error, Unavailable | Overloaded)
             logger.warning("%s/models: %s", self._http.base_url, error.message)
             return
         card = next((model for model in models if model.id == self._target.model), None)
@@ -283,7 +283,7 @@ class Upstream:
         self.max_model_len = card.max_len or told.max_len
         self._settle(dialect, told)
 
-    def _settle(self, dialect: Dialect, told: Told) -> None:
+    def _settle(self, dialect: Dialect, told: ProbeResult) -> None:
         given = self._instance
         kept_tokens = told.kept_tokens if given.kept_tokens is None else given.kept_tokens
         kept_prompts = given.kept_prompts or told.kept_prompts or dialect.kept_prompts
@@ -303,7 +303,7 @@ class Upstream:
     async def check_with_probe(self, needs: frozenset[str]) -> None:
         """As `check`, but probe an unknown server first, if the last probe got no answer or the
         assumed kind lacks a needed feature."""
-        if self._dialect is None and (self._was_away or not needs <= self._can):
+        if self._dialect is None and (self._was_unreachable or not needs <= self._can):
             await self.probe()
         self._require(self._assumed, needs)
 
@@ -329,7 +329,7 @@ class Upstream:
         known = self.capabilities.features
         return self._features(self._assumed) if known is None else known
 
-    def _features(self, dialect: Dialect, told: Told = _NOTHING) -> frozenset[str]:
+    def _features(self, dialect: Dialect, told: ProbeResult = _UNKNOWN) -> frozenset[str]:
         """The server's features. The configuration overrides the probe, which overrides the
         dialect."""
         usual = (dialect.features(self._target.is_chat) | told.can) - told.cannot
