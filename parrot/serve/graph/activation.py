@@ -108,8 +108,7 @@ class RemainingWork:
         assert not any(task.is_finished for task in self._wanted), self._wanted
 
 
-# Tasks that one turn of the event loop starts in the background. A larger value makes the turn
-# longer.
+# Background tasks that one turn of the event loop starts. A larger value makes turns longer.
 _MAX_BACKGROUND_STARTS = 512
 
 

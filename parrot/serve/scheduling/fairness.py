@@ -175,8 +175,7 @@ class FairQueue:
         self._order = order
         self._counters = counters
         self._queues: dict[str, TaskQueue] = {}
-        # All tenants except skipped ones. A stored counter may be smaller than the tenant's
-        # counter.
+        # All tenants except skipped ones. Stored counters may be smaller than the tenants' own.
         self._tenants: LazyHeap[str, float] = LazyHeap()
         self._skipped_tenants: list[str] = []
         self._tenants_with_skips: dict[str, None] = {}  # With skipped tasks or held groups.
@@ -246,8 +245,7 @@ class FairQueue:
         return None
 
     def heads(self) -> list[CompletionTask]:
-        """The next task of each light tenant, among the 8 tenants with the smallest counters. Only
-        between rounds."""
+        """The next tasks of light tenants among the 8 smallest counters. Only between rounds."""
         light = filter(self._counters.is_light, self._tenants.smallest(_MAX_SKIPPED_TENANTS))
         tops = [self._queues[name].top() for name in light]
         return [top[1] for top in tops if top is not None]
@@ -263,8 +261,7 @@ class FairQueue:
         self._queue_with_skips(task).hold(task)
 
     def end_round(self) -> list[CompletionTask]:
-        """Return skipped tasks, held groups and skipped tenants to the queue. Returns the skipped
-        tasks."""
+        """Put skipped tasks, held groups and skipped tenants back. Returns the skipped tasks."""
         passed: list[CompletionTask] = []
         for tenant in self._tenants_with_skips:
             queue = self._queues[tenant]
@@ -392,8 +389,7 @@ class Fairness:
         engines.listeners.append(self)
 
     def _adopted(self, queue: TaskQueue) -> FairQueue:
-        """A queue for all tenants, with the tasks of the first tenant. `queue` must not be
-        empty."""
+        """A queue for all tenants, with the first tenant's tasks. `queue` must not be empty."""
         for task in (tasks := queue.tasks()):
             self.queued(task)
         fair = self.new_queue()
@@ -436,8 +432,7 @@ class Fairness:
         return self._held.within_share(task, load, num_tokens)
 
     def check_integrity(self, queued: list[CompletionTask]) -> None:
-        """Recount the queued and placed tasks. Raises AssertionError with the values that
-        differ."""
+        """Recount all tasks. Raises AssertionError with the values that differ."""
         loads = list(self._engines)
         self._held.check_integrity(loads)
         placed = Counter(task.tenant for load in loads for task in load.tasks)

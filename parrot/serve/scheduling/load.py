@@ -96,8 +96,7 @@ class Charge(NamedTuple):
 
     def actual_s(self, task: CompletionTask, now: float) -> float:
         """Engine seconds that the task has used, when it leaves the engine at `now`."""
-        # A stopped task has no token counts and pays for the fraction of its prediction that it
-        # ran.
+        # A stopped task has no token counts. It pays for the part of its prediction that it ran.
         if task.used is not None:
             num_computed, num_output = task.used
             return service_s(self.costs, num_computed, self.num_read, num_output)
@@ -214,8 +213,7 @@ class EngineLoad:
         return self._outlook
 
     def place(self, task: CompletionTask, to_compute: int, now: float) -> None:
-        """Add the task to the load and notify the listeners. `to_compute`: its uncached prompt
-        tokens."""
+        """Add the task and notify the listeners. `to_compute`: uncached prompt tokens."""
         self._update_averages(now)
         new_prompt = self.index.running.add(task, self.id)
         self._add_counts(task, new_prompt, 1)
@@ -324,8 +322,7 @@ class _Pool:
     step_s: float = 0.0  # Sum of the members' decode steps, in seconds.
 
     def count(self, load: EngineLoad, sign: int) -> None:
-        """Add (1) or remove (-1) a member. The time depends on the kinds of members, not on their
-        number."""
+        """Add (1) or remove (-1) a member, in a time that does not depend on their number."""
         key = load.features, load.max_len
         self.num_similar[key] += sign
         if not self.num_similar[key]:
@@ -466,8 +463,7 @@ class LoadIndex:
             return
         step_s, is_open = load.step_s, load.is_open
         # Idle engines of one speed class have the same key, so new tasks rotate among them.
-        # Sessions between two turns add no load, and would otherwise all gather on the same few
-        # engines.
+        # Sessions between two turns add no load. Otherwise all would gather on a few engines.
         key = load.rank(step_s) if load.num_tasks else _speed_class(step_s)
         added_s, self._step_s[load.id] = step_s - self._step_s[load.id], step_s
         for pool in (self._pools[_ANY_MODEL], self._pools[load.model]):
@@ -529,9 +525,8 @@ class LoadIndex:
     def accepts(self, load: EngineLoad, task: CompletionTask) -> bool:
         """Whether the engine may run the task once it has room.
 
-        It must not be draining and must serve one of the task's models. It must have the features
-        and the sequence length that the task needs, except if no engine of these models has
-        them."""
+        It must not be draining and must serve one of the task's models. It must support the task's
+        features and length, except if no engine of these models does."""
         if load.is_draining or (task.models and load.model not in task.models):
             return False
         features = load.features

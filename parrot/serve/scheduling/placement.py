@@ -97,8 +97,7 @@ _WORK_WEIGHT = 1.5
 # Factor on the seconds in which evicted KV is computed again. It is 3 because the KV that returns
 # evicts other KV in turn.
 _LOSS_WEIGHT = 2.0 * _WORK_WEIGHT
-# Throughput tasks next to latency tasks may lengthen a decode step to this multiple of an empty
-# step.
+# Throughput tasks next to latency tasks may lengthen a step to this multiple of an empty step.
 _LATENCY_STEP_GROWTH = 2.0
 # A block may finish later by this fraction of its time if it then uses fewer engines.
 _THROUGHPUT_TOLERANCE, _LATENCY_TOLERANCE = 0.05, 0.01
@@ -136,8 +135,7 @@ class Placer:
         self._loads = loads
 
     def choose(self, task: CompletionTask, now: float) -> Choice | None:
-        """Choose an engine with a free slot and one of the task's models. None: no engine has
-        room."""
+        """Choose an engine with a free slot and a model of the task. None: no engine has room."""
         raise NotImplementedError
 
     def preview(self, task: CompletionTask, now: float) -> Choice | None:
@@ -318,8 +316,7 @@ class LowestCostPlacer(Placer):
     def _growth_s(
         self, task: CompletionTask, load: EngineLoad, now: float, known: PrefixHolders
     ) -> float | None:
-        """Seconds by which the task lengthens a step. None: the task does not fit on the engine
-        now."""
+        """Seconds by which the task lengthens a step. None: the task does not fit there now."""
         new_prompt = task.prompt_len - known.shared_len(load.id)
         if not load.fits(task, new_prompt):
             return None

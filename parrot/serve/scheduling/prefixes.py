@@ -8,8 +8,7 @@ from typing import NamedTuple, Self
 
 from parrot.serve.scheduling.task import CompletionTask
 
-# Shortest common prefix, in tokens, that makes queued tasks a block. A larger value forms fewer
-# blocks.
+# Shortest common prefix, in tokens, of a block. A larger value forms fewer blocks.
 _MIN_SHARED_TOKENS = 128
 
 
@@ -18,8 +17,7 @@ class RunningPrefixes:
 
     def __init__(self) -> None:
         # By prefix key and engine id: the number of tasks, and the tokens of the key's last
-        # segment. The tokens are the first task's estimate, since tasks may estimate one text
-        # differently.
+        # segment. The tokens are the first task's estimate, since estimates may differ.
         self._running: dict[bytes, dict[int, tuple[int, int]]] = {}
 
     def add(self, task: CompletionTask, engine_id: int) -> int:

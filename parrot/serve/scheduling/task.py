@@ -132,8 +132,7 @@ class EngineShare(NamedTuple):
     """The share of a call's tenant on an engine."""
 
     weight: float = 1.0
-    # The fraction by which other tenants of the same weight may lengthen the call's steps. None: no
-    # limit.
+    # The fraction by which tenants of the same weight may lengthen its steps. None: no limit.
     step_growth: float | None = None
 
 
@@ -189,8 +188,7 @@ class OutputLengths:
             self._fade()
 
     def expect(self, prior: float, limit: int) -> float:
-        """The mean output length if outputs end at `limit` tokens. `prior` has the weight of one
-        observation."""
+        """The mean length of outputs that end at `limit`. `prior` counts as one observation."""
         total = prior
         for weight, tokens in self._buckets.values():
             total += min(tokens, weight * limit)
@@ -207,8 +205,7 @@ class OutputLengths:
 
 @dataclass(slots=True)
 class _TextRatio:
-    """Tokens per character of prompts. Starts at 0.25. About the last 1,000,000 characters
-    count."""
+    """Tokens per character of prompts. Starts at 0.25. The last 1,000,000 characters count."""
 
     num_tokens: float = 16.0
     num_chars: float = 64.0

@@ -490,9 +490,8 @@ def test_a_reader_raises_the_background_work_upstream_and_stops_it_when_it_leave
     assert objectives(graph, a, b) == [(Criteria.LATENCY, False)] * 2
     graph.activation.remove_reader(reader)
     assert objectives(graph, b, other) == [None, (Criteria.THROUGHPUT, True)]
-    assert objectives(graph, a) == [
-        (Criteria.LATENCY, True)
-    ]  # `other` still needs it. The criteria stays strict.
+    # `other` still needs it. The criteria stays strict.
+    assert objectives(graph, a) == [(Criteria.LATENCY, True)]
     assert runner.names() == ["a"]
     graph.cancel_variable(other)
     assert runner.names() == ["a"]  # It still has background demand.
@@ -621,9 +620,8 @@ def test_a_call_whose_input_the_program_sets_gets_the_criteria_of_the_last_read(
         *[(Criteria.THROUGHPUT, True)] * 3,
     ]
     runner.finish(runner.started[1])
-    assert objectives(graph, behind) == [
-        (Criteria.THROUGHPUT, True)
-    ]  # A call made its input, not the program.
+    # A call made its input, not the program.
+    assert objectives(graph, behind) == [(Criteria.THROUGHPUT, True)]
     graph.check_integrity()
 
 

@@ -52,9 +52,8 @@ class GraphMachine(RuleBasedStateMachine):
         self.readers: list[Reader] = []
         self.is_awake = False
         self.woken: set[Task] = set()
-        self.reasons: dict[
-            str, type[ParrotError]
-        ] = {}  # By the id of the variable that failed first.
+        # By the id of the variable that failed first.
+        self.reasons: dict[str, type[ParrotError]] = {}
         self.held: set[Task] = set()  # Tasks that must still run in the background.
 
     def variables(self) -> list[SemanticVariable]:

@@ -168,9 +168,8 @@ def test_an_engine_without_costs_gets_the_median_of_its_model_and_device() -> No
     for engine_id in (0, 1, 4, 5):
         engines.remove(engine_id)
     bench.engines(1)
-    assert (
-        engine_of(bench, 6).costs == fast
-    )  # The last costs of the model, although no engine was left.
+    # The last costs of the model, although no engine was left.
+    assert engine_of(bench, 6).costs == fast
     assert not engines._measured
 
 

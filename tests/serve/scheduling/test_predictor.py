@@ -69,17 +69,15 @@ def test_lengths_are_learned_per_template_and_tenant() -> None:
     mine = completion(max_gen_length=1000)
     assert estimates.output_tokens(mine) == 501
     estimates.learn(mine, 8, usage(50))
-    assert (
-        estimates.output_tokens(mine) == 1 + (500 + 50) // 2
-    )  # One answer has the weight of the prior.
+    # One answer has the weight of the prior.
+    assert estimates.output_tokens(mine) == 1 + (500 + 50) // 2
     for _ in range(100):
         estimates.learn(mine, 8, usage(50))
     assert 50 < estimates.output_tokens(mine) < 70
     assert estimates.output_tokens(completion("Else: ", max_gen_length=1000)) == 501
     assert estimates.output_tokens(completion(max_gen_length=1000, tenant="u")) == 501
-    assert (
-        estimates.output_tokens(completion(max_gen_length=20)) <= 21
-    )  # The same lengths with an earlier limit.
+    # The same lengths with an earlier limit.
+    assert estimates.output_tokens(completion(max_gen_length=20)) <= 21
 
 
 def test_old_lengths_fade() -> None:
