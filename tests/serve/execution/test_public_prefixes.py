@@ -153,7 +153,7 @@ def test_the_longest_prefix_counts_and_only_its_whole_blocks(
     [
         (None, "is not a regular file"),
         (b" \n", "is empty"),
-        (b"\xff", "is no UTF-8"),
+        (b"\xff", "is not UTF-8"),
         (b"a" * (2**20 + 1), "has more than 1048576 bytes"),
     ],
 )

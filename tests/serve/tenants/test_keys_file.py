@@ -65,7 +65,7 @@ def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
     path = Path(write_keys(tmp_path / "keys.json", entry("a", "k")))
     for mode in (0o620, 0o602):
         path.chmod(mode)
-        with pytest.raises(ConfigError, match="others can write it"):
+        with pytest.raises(ConfigError, match="other users can write it"):
             read_keys(str(path))
     path.chmod(0o644)
     assert len(read_keys(str(path))) == 1
@@ -114,7 +114,7 @@ def test_commands_change_the_file(tmp_path: Path, name: str) -> None:
     code, shown, _ = keys("list")
     assert (code, "sessions=3" in shown, "2.5" in shown) == (0, True, True)
     for wrong, words in (
-        (("add", "acme"), "acme has a key"),
+        (("add", "acme"), "acme already has a key"),
         (("add", "c", "--weight", "-1"), "`weight`"),
         (("add", "c", "--limit", "rpm=3"), "`limits.rpm`"),
         (("add", "operator"), "is reserved"),
@@ -150,5 +150,5 @@ def test_a_bad_file_stops_the_start(tmp_path: Path) -> None:
     path.chmod(0o666)
     config = tmp_path / "core.json"
     config.write_text(json.dumps({"keys_file": str(path), "cluster_token": "t", "port": 0}))
-    with pytest.raises(SystemExit, match=r"error: .*keys\.json: others can write it"):
+    with pytest.raises(SystemExit, match=r"error: .*keys\.json: other users can write it"):
         main(["--config_path", str(config)])

@@ -72,7 +72,7 @@ async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue
     reading = greedy.read(greedy.call("sum", *parts))
     await asyncio.sleep(0)
     assert greedy.core.num_queued == 20
-    with pytest.raises(QueueFull, match=r"`max_queue_size`: 8, of which 20 are yours"):
+    with pytest.raises(QueueFull, match=r"`max_queue_size`: 8; 20 of these calls are yours"):
         greedy.call("more")
     other.run(3)
     fourth = other.read(later)  # two have queued work: 4 tasks are a share
