@@ -95,8 +95,9 @@ class RequestTable:
         last = len(request.pieces) - 1
         for index, piece in enumerate(request.pieces):
             context = self._tree.get(piece.context_id) or self._create(piece, request)
-            job_id, ends = self._job_ids.next(), generation if index == last else None
-            job = Job(job_id, state, context, piece, ends, request.priority)
+            own_generation = generation if index == last else None
+            job_id = self._job_ids.next()
+            job = Job(job_id, state, context, piece, own_generation, request.priority)
             job.reading = request.reading()
             self._enqueue(job)
         if generation is not None and self.followers.by_context:
