@@ -535,11 +535,9 @@ class LocalScheduler:
         decoding = [job for job in self.decoding if job in self._scheduled]
         self.preempt(contexts)
         self._num_decodes -= sum(not job.is_decoding for job in decoding)
-        for job in [
-            self._jobs_by_context[context]
-            for context in contexts
-            if context in self._jobs_by_context
-        ]:
+        for context in contexts:
+            if (job := self._jobs_by_context.get(context)) is None:
+                continue
             if job.is_background:
                 self._rejected.append(job)
             if (scheduled := self._scheduled.pop(job, None)) is not None:
