@@ -1,6 +1,7 @@
-"""Answer questions with an agent that looks things up, several at a time, with a progress bar.
+"""Answer several questions at a time with an agent that calls tools. A progress bar shows how many
+are done.
 
-The tools are functions of this program; which to call, and with what, the model decides."""
+The tools are functions of this program. The model decides which tool to call, and its arguments."""
 
 from typing import Literal
 
@@ -29,7 +30,7 @@ def find_book(title: str) -> dict[str, int]:
 
 @P.tool
 def postage(to: Literal["here", "abroad"]) -> str:
-    """What it costs to send a book."""
+    """The price of sending a book."""
     return {"here": "2 euros", "abroad": "9 euros"}[to]
 
 

@@ -1,6 +1,6 @@
-"""Draft a slogan six times, take the first three drafts that are finished, and have one chosen.
+"""Draft a slogan six times, take the first three finished drafts, and let the model choose one.
 
-As soon as three are there, the engines stop working on the others."""
+When three drafts are finished, the engines stop generating the other three."""
 
 from common import make_parser, run, show
 

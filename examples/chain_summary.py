@@ -1,6 +1,6 @@
-"""Summarise a text piece by piece, each call refining the summary of the one before.
+"""Summarise a text chunk by chunk. Each call refines the summary of the previous call.
 
-All calls are submitted in a loop that waits for nothing: the chain lives in the service."""
+The loop submits all calls without waiting for a value, so the service sees the whole chain."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""A chatbot with memory. Each round continues the whole context of the one before, so its tokens
-are neither sent nor computed again.
+"""A chatbot with memory. Each turn continues the context of the previous turn, so those tokens are
+not sent or computed again.
 
-Talks through a short script, or with you (--interactive)."""
+It follows a short script, or talks with you (--interactive)."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What the examples share: where the cluster is, and an end without a traceback."""
+"""Functions of all examples: the option `--core`, and errors in one line instead of a traceback."""
 
 import argparse
 import sys
@@ -19,7 +19,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def run(vm: P.VirtualMachine, program: Callable[..., Any], *args: Any) -> None:
-    """Run `program` in a session; `args` are its arguments."""
+    """Run `program(*args)` in a session."""
     try:
         seconds = vm.run(program, args=args)
     except P.errors.ParrotError as error:

@@ -1,4 +1,4 @@
-"""One call with two outputs: the explanation is generated right behind the joke, on its context."""
+"""One call with two outputs. The explanation is generated after the joke, in the same context."""
 
 from common import make_parser, run, show
 

@@ -1,6 +1,6 @@
 """The model plays a Linux terminal. Stateful calls let it remember what the commands did.
 
-Runs a few commands, or yours: linux_terminal.py "pwd" "ls -l" ..."""
+It runs a few commands, or the given ones: linux_terminal.py "pwd" "ls -l" ..."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ SCREEN = P.SamplingConfig(
 )
 
 
-# No chat here: the beginning of a terminal session is what a model continues best.
+# No chat template: a model continues the text of a terminal session better than a chat.
 @P.semantic_function(formatter=P.allowing_newline)
 def boot():
     """The following is what a Linux terminal shows.

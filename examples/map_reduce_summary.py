@@ -1,7 +1,7 @@
-"""Summarise a long text: chunks in parallel (map), then the summaries together (reduce).
+"""Summarise a long text: chunks in parallel (map), then their summaries in one call (reduce).
 
-Nothing is awaited between the two: the service sees that the reduce call is what is wanted, runs
-the map calls as one group for throughput, and feeds their outputs on without a round trip."""
+The program waits only for the reduce call. So the service runs the map calls as one group, for
+throughput, and passes their outputs to the reduce call without a round trip."""
 
 import re
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""A native function between two semantic ones: plain Python that runs inside the service, so that
-the text need not come back to the program on its way."""
+"""A native function between two semantic functions. It is Python code that runs inside the service,
+so the text does not return to the program between the two calls."""
 
 from common import make_parser, run, show
 

@@ -1,5 +1,5 @@
-"""A workflow of three roles: a playwright, a critic who reads the synopsis, and a social media
-manager who reads both. Written as an async program."""
+"""A workflow of three roles: a playwright writes a synopsis, a critic reviews the synopsis, and a
+social media manager uses both. The program is asynchronous."""
 
 from common import make_parser, run
 

@@ -5,8 +5,8 @@
                     reviewer
        reviser       reviser       reviser
 
-The whole graph is submitted before anything runs. A small model will not write a good game; what
-there is to see is how the calls depend on each other (docs/python.md)."""
+The whole graph is submitted before anything runs. A small model does not write a good game. The
+example shows how calls depend on each other (docs/python.md)."""
 
 from common import make_parser, run, show
 

@@ -1,10 +1,12 @@
-"""Docs and messages use plain English: a short list of constructions is banned from them.
+"""Docs, messages and code use plain English: a short list of constructions is banned from them.
 
-CONTRIBUTING.md has the rules of writing. Messages are all strings in `parrot/` except docstrings:
-errors, help texts, descriptions of config keys, log lines."""
+CONTRIBUTING.md has the rules of writing. In code the test reads comments and all strings: errors,
+help texts, descriptions of config keys, log lines, docstrings."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,14 +29,15 @@ def prose(page: Path) -> str:
     return re.sub(r'"[^"\n]*"|`[^`\n]*`', "", text)
 
 
-def messages(file: Path) -> Iterator[str]:
-    """The strings of a module that are no docstrings."""
-    nodes = list(ast.walk(ast.parse(file.read_text())))
-    docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and id(node) not in docstrings:
-            yield node.value
+def written(file: Path) -> Iterator[str]:
+    """The strings and comments of a module, without the code that docstrings quote."""
+    source = file.read_text()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"`[^`\n]*`", "", node.value)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
 
 
 def test_the_list_finds_what_it_bans() -> None:
@@ -47,11 +50,12 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
     assert BANNED.findall(prose(page)) == []
 
 
-def test_messages_are_in_plain_english() -> None:
+def test_code_is_in_plain_english() -> None:
     found = [
         (str(file.relative_to(ROOT)), match[0])
-        for file in sorted((ROOT / "parrot").rglob("*.py"))
-        for text in messages(file)
+        for folder in ("parrot", "examples")
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        for text in written(file)
         for match in BANNED.finditer(text)
     ]
     assert found == []

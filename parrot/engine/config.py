@@ -23,7 +23,7 @@ class ServeCoreAddress(ConfigModel):
 
 
 class RegisteredConfig(ConfigModel):
-    """The keys of an engine that have to do with whom it works for."""
+    """Where an engine registers, and how often it sends heartbeats."""
 
     tasks_capacity: PositiveInt = Field(
         256,

@@ -1,4 +1,4 @@
-"""Write the Grafana board beside this file.
+"""Write the Grafana board to the folder of this file.
 
 python sample_configs/monitoring/make_board.py
 """
