@@ -15,8 +15,8 @@ from typing import Any, Self
 from parrot.utils.clock import Clock, MonotonicClock
 
 _YOUNG = 10_000  # New objects per young collection. One or two calls reach CPython's default, 700.
-_MIDDLE = 4  # Young collections per middle collection.
-_OLD = 2  # Middle collections per full collection.
+_MIDDLE = 4  # Threshold of CPython: each fifth young collection is a middle collection.
+_OLD = 2  # Threshold of CPython: each third middle collection is a full collection.
 _MOST_OLD = 50_000  # Survivors of a full collection above which they are frozen.
 # Memory blocks above the number at the start, below which all objects are collected again. Most
 # objects have one or two blocks.
