@@ -293,4 +293,4 @@ async def test_an_answer_that_was_begun_is_not_continued_elsewhere() -> None:
             engine.script.hang_after = None
             await site.core.register_engine(RegisterRequest(engine_config=again.info))
             rest = await response.text()
-        assert "cannot go on" in rest
+        assert "cannot be continued" in rest
