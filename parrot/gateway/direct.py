@@ -32,11 +32,9 @@ _PRIORITY = 2**30  # Lower than that of all calls, so long texts are computed in
 
 
 class DirectRequests:
-    """Sends inputs directly to a model's engines, without ServeCore's queue. They wait at the
-    engine, after its calls. At most `max_queue_size` requests are in flight.
-
-    Raises `NotFound` for the model, `NoEngine`, `QueueFull`, `PromptTooLong` with the input's
-    index, and the engine's errors."""
+    """Sends inputs directly to a model's engines, without ServeCore's queue. The inputs wait at the
+    engine, after its calls. At most `max_queue_size` requests are in flight. Raises `NotFound` for
+    the model, `NoEngine`, `QueueFull`, `PromptTooLong` and the engine's errors."""
 
     def __init__(
         self,

@@ -131,12 +131,10 @@ def on_home_shard(core: ServeCore, cores: Sequence[str], endpoint: Endpoint) -> 
 
 
 class Forwarding:
-    """Passes requests to `app`, and forwards requests for other shards' objects. Both directions
-    are streamed unchanged. A forwarded request is not forwarded again: then the shards' lists
-    differ, and it fails with `MisdirectedRequest`.
-
-    A request fails with `Unavailable` if the shard does not answer, or if its body exceeds the rest
-    of `max_body_memory`. A new session begins here if all its home shards decline or fail."""
+    """Passes requests to `app`, and forwards requests for other shards' objects, at most once. Both
+    directions are streamed. A request fails with `Unavailable` if the shard does not answer, or if
+    its body exceeds the rest of `max_body_memory`. A new session begins here if all its home shards
+    decline or fail."""
 
     def __init__(
         self,
@@ -160,6 +158,7 @@ class Forwarding:
         try:
             await self._app(scope, body.receive, body.until_answered(send))
         except ElsewhereError as error:
+            # Forwarding a request twice could loop: the shards' lists differ.
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
                 text = f"this is for shard {error.shards[0]}: all shards need equal `shards.cores`"
                 raise MisdirectedRequest(text) from None

@@ -84,11 +84,10 @@ class Attached(Protocol):
 
 
 class ServeCore:
-    """One service. Use it from one event loop; `close` it when done. Session ids start at
-    `first_session_id`. Observers may read its attributes, and must not change them.
-
-    Methods with `session_id` and `session_auth` raise `NotFound`, `SessionGone` or
-    `AuthenticationFailed` first. A method that raises has changed nothing."""
+    """One service. Use it from one event loop; `close` it when done. Observers may read its
+    attributes, and must not change them. Methods with `session_id` and `session_auth` raise
+    `NotFound`, `SessionGone` or `AuthenticationFailed` first. A method that raises has changed
+    nothing."""
 
     def __init__(
         self,
@@ -101,7 +100,8 @@ class ServeCore:
         sampler: "TraceSampler | None" = None,
         first_session_id: int = 0,
     ) -> None:
-        """`sampler` decides which sessions are traced. None: no session is traced."""
+        """`sampler` decides which sessions are traced. None: no session is traced. Session ids
+        start at `first_session_id`."""
         self.config = config
         self.is_closing = False
         self.clock = clock or MonotonicClock()
