@@ -104,7 +104,7 @@ async def test_a_timeout_says_what_the_read_waited_for() -> None:
     race = FirstVarsRequest(**world.scope, var_ids=[running, x], k=1, timeout=1)
     reading = asyncio.ensure_future(world.core.first(race))
     await world.clock.advance(1.1)
-    with pytest.raises(TimedOut, match=r"0 of the 1 wanted .* were ready after 1 s\. `y`: "):
+    with pytest.raises(TimedOut, match=r"0 of 1 variables were ready after 1 s\. `y`: "):
         await reading
     await world.close()
 
