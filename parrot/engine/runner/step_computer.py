@@ -432,7 +432,7 @@ class StepComputer:
         for number, work in enumerate(plans, start=1):
             report(f"compiling kernels of step {number} of {len(plans)}")
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
-        report("compiling what chooses tokens")
+        report("compiling the sampling kernels")
         self._chooser.warm_up(logits[:1], token_ids)
         # cuDNN's plans belong to the launcher thread.
         for num_tokens in self._synthetic.dense_lengths():

@@ -82,7 +82,7 @@ def main() -> None:
     except Exception:
         if link.wait_for_end(_MOMENT_S):
             os._exit(0)
-        logger.exception("a rank ends")
+        logger.exception("this rank exits")
         os._exit(1)
 
 

@@ -230,7 +230,7 @@ def _end_process() -> None:
 
     With some backends rank 0 would wait indefinitely for the first message of a rank that has
     exited. Steps do not need this: they fail with the rank and raise `DeviceLost`."""
-    logger.critical("rank 0 still waits for the others, so its process ends")
+    logger.critical("rank 0 still waits for the other ranks, so this process exits")
     logging.shutdown()
     os._exit(1)
 
