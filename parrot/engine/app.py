@@ -374,9 +374,9 @@ def _verbs(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> 
         return FreeContextResponse(context_len=await front.service.free_contexts(ids))
 
     return [
-        _fenced(front, "/fill", fill, "Add to a context"),
-        _fenced(front, "/generate", generate, "Add to contexts, and generate"),
-        _fenced(front, "/free_context", free_context, "Drop contexts"),
+        _fenced(front, "/fill", fill, "Append tokens to a context"),
+        _fenced(front, "/generate", generate, "Append tokens to contexts and generate"),
+        _fenced(front, "/free_context", free_context, "Free contexts"),
     ]
 
 
@@ -411,9 +411,9 @@ def _streams(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -
         return front.channels.follow(request.channel)
 
     verbs: list[tuple[str, Callable[..., Any], str]] = [
-        ("/generate_stream", generate_stream, "Add to contexts, and generate in pieces"),
-        ("/follow", follow, "The pieces of a running generation"),
-        ("/channel", channel, "The pieces of all generations that name it"),
+        ("/generate_stream", generate_stream, "Append tokens to contexts and stream an output"),
+        ("/follow", follow, "The stream of a running generation"),
+        ("/channel", channel, "One stream for all outputs that name the channel"),
     ]
     return [_fenced(front, path, verb, about, _EVENTS) for path, verb, about in verbs]
 
@@ -430,8 +430,8 @@ def _readings(front: EngineFront) -> list[Endpoint]:
         return response
 
     return [
-        _fenced(front, "/embed", embed, "What a text means, as numbers"),
-        _fenced(front, "/score", score, "How likely a text's tokens are"),
+        _fenced(front, "/embed", embed, "Embeddings of texts"),
+        _fenced(front, "/score", score, "Log probabilities of prompts"),
     ]
 
 
@@ -457,7 +457,7 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
         return counts.render(service.runtime_info())
 
     return [
-        _guarded("POST", "/ping", ping, "What runs here", Described((401, 503))),
+        _guarded("POST", "/ping", ping, "The engine's state and load", Described((401, 503))),
         _guarded(
             "GET",
             "/tokenizer",
@@ -465,12 +465,12 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
             "The model's tokenizer",
             Described((401, 404, 503)),
         ),
-        Endpoint("GET", "/health", health, "Whether the process lives", access=Access.ANYBODY),
+        Endpoint("GET", "/health", health, "Whether the process runs", access=Access.ANYBODY),
         Endpoint(
             "GET",
             "/ready",
             ready,
-            "Whether it can work",
+            "Whether the engine can serve requests",
             access=Access.ANYBODY,
             described=Described((503,)),
         ),
@@ -478,7 +478,7 @@ def _facts(service: EngineService, incarnation: str, counts: EngineMetrics) -> l
             "GET",
             "/metrics",
             metrics,
-            "For Prometheus",
+            "Metrics for Prometheus",
             Described((401,), media_type=counts.content_type),
         ),
     ]

@@ -1,4 +1,4 @@
-"""An engine's configuration file: one JSON object, typed by its `engine_type`."""
+"""An engine's configuration file: one JSON object whose `engine_type` selects its model."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from parrot.utils.config import ConfigError, ConfigModel, Loc, parse_config, rea
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 
 PositiveInt = Annotated[int, Field(ge=1)]
-_FAILOVER_BEAT_S = 1.0
+_FAILOVER_BEAT_S = 1.0  # Longest time between heartbeats, in seconds, with standby ServeCores.
 
 
 class ServeCoreAddress(ConfigModel):
@@ -131,7 +131,7 @@ class SchedulerConfig(ConfigModel):
     @field_validator("policy", mode="before")
     @classmethod
     def _read_original(cls, policy: Any) -> Any:
-        """The original's two policies both took jobs by arrival."""
+        """Accept the original Parrot's policies. Both run jobs by arrival."""
         return "fcfs" if policy in _ORIGINAL_POLICIES else policy
 
 
@@ -181,8 +181,9 @@ class BuiltinInstance(ConfigModel):
     @model_validator(mode="before")
     @classmethod
     def _read_original(cls, payload: Any) -> Any:
-        """The original's attention functions now mean `auto`; its `xformers_with_buffer` had
-        blocks of one token, so a count of such blocks is a count of tokens."""
+        """Accept the original Parrot's attention functions as `auto`.
+
+        Its blocks had one token, so a number of blocks is converted from tokens."""
         if not isinstance(payload, Mapping) or payload.get("attn_func") not in _ORIGINAL_ATTN_FUNCS:
             return payload
         changed = {**payload, "attn_func": "auto"}
@@ -372,25 +373,26 @@ class EngineConfig(RegisteredConfig):
 
     @property
     def served_model(self) -> str:
-        """The name by which clients ask for the model."""
+        """The model name that clients use."""
         return self.served_model_name or self.model
 
     @property
     def max_requests(self) -> int:
-        """Requests at once; one task may have fills, retries and aborted attempts among them."""
+        """The largest number of concurrent requests."""
+        # A task can have fills, retries and aborted attempts at the same time.
         return max(1024, 4 * self.tasks_capacity)
 
     @model_validator(mode="before")
     @classmethod
     def _resolve(cls, payload: Any) -> Any:
-        """Settle everything that depends on another key before the values freeze."""
+        """Resolve keys that depend on other keys, and keys of the original Parrot."""
         if not isinstance(payload, Mapping):
             return payload
         resolved = dict(payload)
         if resolved.get("fill_chunk_size") == _ORIGINAL_NO_CHUNK:
             resolved["fill_chunk_size"] = None
         instance = resolved.get("instance")
-        if isinstance(instance, Mapping):  # the original kept these two one level deeper
+        if isinstance(instance, Mapping):  # The original Parrot had these two keys in `instance`.
             moved = {key: instance[key] for key in ("dtype", "device") if key in instance}
             resolved = {**moved, **resolved}
             resolved["instance"] = {k: v for k, v in instance.items() if k not in moved}
@@ -402,7 +404,7 @@ class EngineConfig(RegisteredConfig):
 
 
 class SamplingEngineConfig(EngineConfig):
-    """An engine that samples itself. A server behind an `openai` engine has its own defaults."""
+    """The keys of engine types with their own sampler. A foreign server has its own defaults."""
 
     default_sampling: DefaultSampling = Field(
         DefaultSampling(),
@@ -433,7 +435,7 @@ class BuiltinConfig(SamplingEngineConfig):
 
 
 class OpenAIConfig(EngineConfig):
-    """`model` is the server's name for it (the deployment name on Azure)."""
+    """`model`: the model's name on the server (the deployment name on Azure)."""
 
     engine_type: Literal["openai"] = "openai"
     instance: OpenAIInstance = OpenAIInstance()
@@ -446,7 +448,7 @@ class HuggingFaceConfig(SamplingEngineConfig):
 
 
 class SimConfig(SamplingEngineConfig):
-    """`model` is only a name here."""
+    """`model`: any name."""
 
     engine_type: Literal["sim"] = "sim"
     model: str = Field("sim", min_length=1)
@@ -466,7 +468,7 @@ CONFIG_TYPES: dict[str, type[AnyEngineConfig]] = {
 def config_type(
     payload: Mapping[str, Any], source: str | Callable[[Loc], str]
 ) -> type[AnyEngineConfig]:
-    """The type that `engine_type` names (default: builtin); raises `ConfigError`."""
+    """The config model for `engine_type` (default: builtin). Raises `ConfigError`."""
     engine_type = payload.get("engine_type", "builtin")
     found = CONFIG_TYPES.get(engine_type) if isinstance(engine_type, str) else None
     if found is None:
@@ -479,20 +481,21 @@ def config_type(
 def parse_engine_config(
     payload: Mapping[str, Any], source: str | Callable[[Loc], str]
 ) -> AnyEngineConfig:
-    """The config of the type that `engine_type` names; raises `ConfigError`."""
+    """Parse a config by its `engine_type`. Raises `ConfigError`."""
     return parse_config(config_type(payload, source), payload, source)
 
 
 def load_engine_config(path: str, overrides: Mapping[str, Any] | None = None) -> AnyEngineConfig:
-    """Read a config file; `overrides` replace its top-level keys."""
+    """Read a config file. `overrides` replace its top-level keys."""
     return parse_engine_config({**read_config_object(path), **(overrides or {})}, str(path))
 
 
 def engine_settings(
     file: ConfigFile, options: Mapping[str, Any], environ: Mapping[str, str]
 ) -> Settings:
-    """An engine's settings from its file, its environment and its command line; raises
-    `ConfigError`."""
+    """An engine's settings from its config file, its environment and its command line.
+
+    Raises `ConfigError`."""
 
     def model_of(known: Settings) -> type[AnyEngineConfig]:
         return config_type(known.payload, known.blamed)

@@ -113,10 +113,13 @@ class Heartbeat:
         try:
             answer = await self._client.engine_leave(engine_id, core, timeout_s)
         except ParrotError as error:
-            logger.warning("ServeCore does not wait for what runs here: %s", error.message)
+            logger.warning("ServeCore does not wait for the running calls: %s", error.message)
         else:
             if answer.num_calls:
-                logger.warning("%d calls have not ended, and run elsewhere", answer.num_calls)
+                logger.warning(
+                    "%d calls have not finished; ServeCore runs them on other engines",
+                    answer.num_calls,
+                )
 
     async def _register(self) -> RegisterResponse:
         """Register, and cancel the work for the previous ServeCore.
@@ -176,7 +179,9 @@ class Heartbeat:
             expiry = None if terms.lease_s is None else asked + terms.lease_s
             answer = await self._before(expiry, self._until_answered(beat))
             if answer is None:
-                logger.warning("ServeCore has not answered for %g s: all work ends", terms.lease_s)
+                logger.warning(
+                    "ServeCore has not answered for %g s: all work is cancelled", terms.lease_s
+                )
                 return
             if answer.state == "unknown":
                 logger.warning("ServeCore no longer knows engine %d", engine_id)

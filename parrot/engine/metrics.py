@@ -38,7 +38,7 @@ _MIB = 2**20
 _NS = 1e-9
 _LABELS = ("engine", "model_name")
 _HISTOGRAMS: Histograms = {
-    "e2e_request_latency_seconds": ("Requests, from their arrival to their end.", LATENCY_S),
+    "e2e_request_latency_seconds": ("From the arrival to the end of a request.", LATENCY_S),
     "request_queue_time_seconds": ("From the arrival to the first step.", LATENCY_S),
     "request_prefill_time_seconds": ("From the first step to the first token.", LATENCY_S),
     "request_decode_time_seconds": ("From the first token to the last.", LATENCY_S),
@@ -52,7 +52,9 @@ _COUNTERS: Counters = {
     "generation_tokens": ("Output tokens of requests.", ""),
     **REUSE_COUNTERS,
 }
-_REASONS: Counters = {"request_success": ("Requests that ended, by the reason.", "finished_reason")}
+_REASONS: Counters = {
+    "request_success": ("Finished requests, by finish reason.", "finished_reason")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ class EngineMetrics:
         )
         if (host := info.host_tier) is not None:
             copied = {"host": host.stored_bytes, "device": host.returned_bytes}
-            text = "KV copied between the device and the host."
+            text = "KV copied between GPU and CPU memory."
             yield self._by("kv_copied_bytes", text, "to", copied)
             failed = {self._labels: host.failed_transfers}
             yield counter("parrot_engine_kv_copies_failed", "Copies that failed.", failed, *_LABELS)
@@ -206,34 +208,37 @@ def _gauges(info: RuntimeInfo) -> dict[str, tuple[str, float]]:
     num_blocks, num_waiting = info.num_max_blocks, info.num_total_jobs - info.num_running_jobs
     usage = 1 - info.num_free_blocks / num_blocks if num_blocks else 0.0
     return {
-        "num_requests_running": ("Requests that have room for their KV.", info.num_running_jobs),
-        "num_requests_waiting": ("Requests that wait for room.", max(0, num_waiting)),
-        "kv_cache_usage_perc": ("Used part of the KV blocks, 0 to 1.", usage),
+        "num_requests_running": ("Admitted requests, which have KV blocks.", info.num_running_jobs),
+        "num_requests_waiting": ("Requests that wait for KV blocks.", max(0, num_waiting)),
+        "kv_cache_usage_perc": ("Used share of the KV blocks, 0 to 1.", usage),
         "kv_blocks": ("Blocks of the KV pool.", num_blocks),
-        "kv_blocks_free": ("Blocks of the KV pool that hold nothing.", info.num_free_blocks),
+        "kv_blocks_free": ("Free blocks of the KV pool.", info.num_free_blocks),
         "kv_block_size_tokens": ("Tokens in one block.", info.block_size),
         "cached_tokens": ("Tokens of the blocks in use.", info.num_cached_tokens),
         "cache_bytes": ("Memory of the KV pool.", info.cache_mem * _MIB),
         "model_bytes": ("Memory of the weights.", info.model_mem * _MIB),
-        "ranks": ("Processes that the model is divided among.", info.num_ranks),
-        "step_seconds": ("Recent average of a step.", info.recent_average_latency * _NS),
+        "ranks": ("Processes of the model (tensor parallelism).", info.num_ranks),
+        "step_seconds": ("Recent average time of a step.", info.recent_average_latency * _NS),
     }
 
 
 def _host_gauges(host: HostTierInfo) -> dict[str, tuple[str, float]]:
     return {
-        "host_kv_blocks": ("Blocks of KV that the host holds at most.", host.num_max_blocks),
-        "host_kv_blocks_free": ("Of these, those that hold nothing.", host.num_free_blocks),
+        "host_kv_blocks": ("KV blocks that fit in CPU memory.", host.num_max_blocks),
+        "host_kv_blocks_free": ("Free KV blocks in CPU memory.", host.num_free_blocks),
     }
 
 
 def _server_gauges(load: ServerLoad) -> dict[str, tuple[str, float]]:
     return {
-        "server_requests_running": ("Requests that the server behind it runs.", load.num_running),
-        "server_requests_waiting": ("Requests that wait at that server.", load.num_waiting),
-        "server_requests_of_others": ("Of both, those that others sent it.", load.num_others),
+        "server_requests_running": ("Requests that the foreign server runs.", load.num_running),
+        "server_requests_waiting": ("Requests that wait at the foreign server.", load.num_waiting),
+        "server_requests_of_others": (
+            "Requests at the foreign server that other clients sent.",
+            load.num_others,
+        ),
         "server_kv_usage": (
-            "Used part of its KV cache, if it tells, 0 to 1.",
+            "Used share of its KV cache, 0 to 1, if it reports it.",
             load.kv_usage or 0.0,
         ),
     }

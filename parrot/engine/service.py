@@ -265,7 +265,9 @@ class ThreadDriver:
         if self._thread is not None and self._is_loaded:  # Loading cannot be interrupted.
             await asyncio.to_thread(self._thread.join, self._patience_s)
             if self._thread.is_alive():
-                logger.error("a step has not ended for %g s; it is given up", self._patience_s)
+                logger.error(
+                    "a step has not finished within %g s; the engine stops anyway", self._patience_s
+                )
 
     def _run(self, loop: asyncio.AbstractEventLoop, loaded: "asyncio.Future[EngineCore]") -> None:
         try:
@@ -305,7 +307,7 @@ class ThreadDriver:
             self.is_lost = True
             core.fail_everything(Unavailable("the engine has lost its device"))
         except Exception:
-            logger.exception("the engine core failed; its requests are given up")
+            logger.exception("the engine core failed; all its requests fail")
             core.fail_everything(EngineFailed("internal error of the engine"))
         return False
 

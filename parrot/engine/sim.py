@@ -262,7 +262,7 @@ class SimDriver:
             try:
                 await self._turn()
             except Exception:
-                logger.exception("the engine core failed; its requests are given up")
+                logger.exception("the engine core failed; all its requests fail")
                 self._core.fail_everything(EngineFailed("internal error of the engine"))
                 deliver(self._core.requests.outbox.take())
 
