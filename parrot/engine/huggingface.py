@@ -43,7 +43,7 @@ from parrot.engine.models.checkpoint import (
     resolve_device,
     resolve_dtype,
 )
-from parrot.engine.runner.device import StepReads, make_of, noticing_loss
+from parrot.engine.runner.device import StepReads, detect_device_loss, device_name
 from parrot.engine.runner.log_probabilities import as_logprobs, score_tokens
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.errors import ParrotError
@@ -81,7 +81,7 @@ class HuggingFaceRunner:
             vocab_size=vocab_size,
             model_mem=sum(p.nbytes for p in model.parameters()) / _MIB,
             cache_mem=self._cache.num_bytes / _MIB,
-            device=make_of(self._device),
+            device=device_name(self._device),
         )
 
     @property
@@ -90,7 +90,7 @@ class HuggingFaceRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        with noticing_loss(self._device):
+        with detect_device_loss(self._device):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepResult:

@@ -25,7 +25,7 @@ from parrot.engine.core.steps import (
     Transfer,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.runner.device import StepReads, noticing_loss
+from parrot.engine.runner.device import StepReads, detect_device_loss
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
@@ -39,15 +39,17 @@ _BASE_ROWS = 24.0  # The time of a step is proportional to its rows plus this nu
 _SMOOTHING = 0.25  # Weight of the newest step in the moving average of costs.
 # A probed number of threads is adopted if its cost is at most this fraction of the usual cost. The
 # fractions favour fewer threads, which leave cores to other processes.
-_WORTH_MORE, _WORTH_FEWER = 0.92, 1.0
+_ADOPT_MORE, _ADOPT_FEWER = 0.92, 1.0
 # An adopted number is dropped if its cost exceeds this fraction of the earlier number's cost.
 _KEEP_MORE, _KEEP_FEWER = 1.0, 1.15
-_HOPELESS = 1.5  # A probe ends after a step whose cost exceeds this multiple of the usual cost.
+_PROBE_ABORT_RATIO = (
+    1.5  # A probe ends after a step whose cost exceeds this multiple of the usual cost.
+)
 # Fewer threads are probed at once if the usual cost exceeds this multiple of the cost at the last
 # failed probe: another program probably uses the cores.
-_CHANGED = 1.5
+_SLOWDOWN_RATIO = 1.5
 _PROBE_STEPS = 3  # Steps in a probe.
-_LEAST_S = 1e-6  # Shortest time of a step, in seconds: a coarse clock can report 0.
+_MIN_STEP_S = 1e-6  # Shortest time of a step, in seconds: a coarse clock can report 0.
 # Steps before the next probe: after a start or an adopted number, and the limits after a failure.
 _FIRST_PAUSE, _SHORTEST_PAUSE, _LONGEST_PAUSE = 2, 16, 2000
 _PAUSE_PER_LOSS = 80  # Steps before the next probe, per step's time that the failed probe lost.
@@ -102,16 +104,16 @@ class ThreadPolicy:
         if threads not in kind.tried:
             kind.tried.add(threads)  # Ignore the first step: it includes torch's one-time setup.
             return
-        cost = max(seconds, _LEAST_S) / (num_rows + _BASE_ROWS)
+        cost = max(seconds, _MIN_STEP_S) / (num_rows + _BASE_ROWS)
         if kind.probed is None:
-            self._count(kind, cost)
+            self._record(kind, cost)
         else:
-            self._judge(kind, kind.probed, cost)
+            self._record_probe(kind, kind.probed, cost)
 
     def _kind(self, num_rows: int) -> _Kind:
         return self._kinds[bisect_left(_KINDS, num_rows)]
 
-    def _count(self, kind: _Kind, cost: float) -> None:
+    def _record(self, kind: _Kind, cost: float) -> None:
         """Record a step outside of probes, and start a probe if one is due."""
         usual = cost if kind.usual is None else kind.usual
         kind.usual = usual + _SMOOTHING * (cost - usual)
@@ -122,12 +124,12 @@ class ThreadPolicy:
             if kind.trial >= _FIRST_VERDICT and kind.usual > limit:
                 lost = kind.trial * (kind.usual / before - 1)
                 kind.threads, kind.usual, kind.fallback = threads, before, None
-                self._rest(kind, lost)
+                self._schedule_probe(kind, lost)
                 return
             if kind.trial == _TRIAL_STEPS:
                 kind.fallback = None
         kind.until_probe -= 1
-        has_slowed = kind.settled is not None and kind.usual > _CHANGED * kind.settled
+        has_slowed = kind.settled is not None and kind.usual > _SLOWDOWN_RATIO * kind.settled
         if has_slowed and kind.threads > 1:
             kind.turn = kind.until_probe = 0  # Turn 0 probes one thread less.
         if kind.until_probe <= 0 and self._most > 1:
@@ -138,22 +140,22 @@ class ThreadPolicy:
         others = [n for n in (now - 1, now // 2, now + 1, 2 * now) if 1 <= n <= self._most]
         return others[kind.turn % len(others)]
 
-    def _judge(self, kind: _Kind, threads: int, cost: float) -> None:
+    def _record_probe(self, kind: _Kind, threads: int, cost: float) -> None:
         """Record a step of a probe, and decide at the end of the probe."""
         assert kind.usual is not None, kind
         kind.probe.append(cost)
-        if cost <= _HOPELESS * kind.usual and len(kind.probe) < _PROBE_STEPS:
+        if cost <= _PROBE_ABORT_RATIO * kind.usual and len(kind.probe) < _PROBE_STEPS:
             return
         costs, mean = kind.probe, fmean(kind.probe)
         kind.probed, kind.probe = None, []
-        if mean <= (_WORTH_FEWER if threads < kind.threads else _WORTH_MORE) * kind.usual:
+        if mean <= (_ADOPT_FEWER if threads < kind.threads else _ADOPT_MORE) * kind.usual:
             kind.fallback, kind.trial = (kind.threads, kind.usual), 0
             kind.threads, kind.usual = threads, mean
             kind.settled, kind.until_probe = None, _FIRST_PAUSE
         else:
-            self._rest(kind, (sum(costs) / kind.usual) - len(costs))
+            self._schedule_probe(kind, (sum(costs) / kind.usual) - len(costs))
 
-    def _rest(self, kind: _Kind, lost: float) -> None:
+    def _schedule_probe(self, kind: _Kind, lost: float) -> None:
         """Schedule the next probe after a failure that lost the time of `lost` usual steps."""
         kind.turn += 1
         kind.settled = kind.usual
@@ -264,7 +266,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        with noticing_loss(self._model.device):
+        with detect_device_loss(self._model.device):
             return self._run(plan)
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -280,7 +282,7 @@ class ModelRunner:
     def _sampled(self, step: RankStep) -> StepResult:
         with together(self._unit):
             if self._unit is not None:
-                self._unit.tell(step)
+                self._unit.send(step)
             found = self._compute(step)
         read = {} if step.reads is None else step.reads.landed()
         if found is None:

@@ -19,8 +19,14 @@ from parrot.engine.core.steps import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
-from parrot.engine.runner.device import Landing, Mark, StepReads, noticing_loss
-from parrot.engine.runner.graphs import Rooms, StepGraphs, StepSize, bucket_list, mixed_sizes
+from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
+from parrot.engine.runner.graphs import (
+    GraphCapacities,
+    StepGraphs,
+    StepSize,
+    bucket_list,
+    mixed_sizes,
+)
 from parrot.engine.runner.inputs import NO_DRAWS, DrawBuilder, InputBuilder, Scored, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
@@ -71,7 +77,7 @@ class Launched:
             self.due.wait()
 
     def wait(self) -> StepResult:
-        with noticing_loss(self.device), together(self.unit):
+        with detect_device_loss(self.device), together(self.unit):
             tokens = self.landing.wait(len(self.tokens.result()))
         result = self._chosen(tokens)
         return result if self.reads is None else replace(result, read=self.reads.landed())
@@ -157,7 +163,10 @@ class CudaRunner:
             sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
             sizes += mixed
             self.computer.graphs = StepGraphs(
-                self._attention, Rooms(shape, split), sizes, self.computer.compute_in_place
+                self._attention,
+                GraphCapacities(shape, split),
+                sizes,
+                self.computer.compute_in_place,
             )
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()
@@ -204,13 +213,13 @@ class CudaRunner:
         Raises `OutOfMemory` if the GPU has too little memory for the step. Later steps may
         succeed."""
         try:
-            with noticing_loss(self._device), together(self._unit):
+            with detect_device_loss(self._device), together(self._unit):
                 if plan.num_tokens:
                     return self._launch(plan, None).wait()
                 if self._copies is not None:
                     self._copies.guard(plan)
                 inputs = self._inputs.build(plan)
-                self._tell(RankStep(plan.copies, inputs, None, None, needs_logits=False))
+                self._send(RankStep(plan.copies, inputs, None, None, needs_logits=False))
                 self._cache.prepare(plan.copies)
                 return StepResult({}, {})
         except torch.OutOfMemoryError:
@@ -226,7 +235,7 @@ class CudaRunner:
         if not self._overlap:
             return None
         try:
-            with noticing_loss(self._device), together(self._unit):
+            with detect_device_loss(self._device), together(self._unit):
                 return self._launch(plan, previous)
         except BaseException:
             self._inputs.forget()
@@ -254,14 +263,14 @@ class CudaRunner:
         draws, reads = self._draws.build(inputs, landed), StepReads.of(plan.sequences)
         needs_all = self._unit is None or needs_logits(inputs.samples)
         step = PlannedStep(inputs, draws, work, sources, reads, needs_all)
-        self._tell(RankStep(plan.copies, inputs, work, reads, needs_all))
+        self._send(RankStep(plan.copies, inputs, work, reads, needs_all))
         self._launching = self.computer.launch(step, landing)
         launched = (self._launching, landing, due, self._device)
         return Launched(inputs, draws.scored, *launched, reads, self._unit)
 
-    def _tell(self, step: RankStep) -> None:
+    def _send(self, step: RankStep) -> None:
         if self._unit is not None:
-            self._unit.tell(step)
+            self._unit.send(step)
 
     @torch.inference_mode()
     def compute(self, step: RankStep) -> None:

@@ -34,7 +34,7 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 """Final states [rows, width] -> logits [rows, vocab]."""
 
 
-def make_of(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     """A name that is equal for devices of the same speed."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -229,7 +229,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 @contextmanager
-def noticing_loss(device: torch.device) -> Iterator[None]:
+def detect_device_loss(device: torch.device) -> Iterator[None]:
     """Convert an error to `DeviceLost` if the device is unusable.
 
     After an illegal memory access, for example, every CUDA call of the process fails."""

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 _MAX_SHARED = 128  # Most shared items in a decode graph. Plans with more items run eagerly.
 _MIN_SHARED = 8  # Fewest shared items in the capacity of a decode graph with shared items.
 
-_WANTED_OFTEN = 8  # A missing graph is captured when it is needed for this number of times.
+_CAPTURE_AFTER = 8  # A missing graph is captured when it is needed for this number of times.
 # Launching an eager layer takes the CPU this long, in seconds. Steps whose layers run longer on the
 # GPU have no graph.
 _LAUNCH_S = 200e-6
@@ -76,7 +76,7 @@ def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[Ste
     return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
 
 
-class Rooms:
+class GraphCapacities:
     """The capacities for which graphs are captured."""
 
     def __init__(self, shape: AttentionShape, split: SplitConfig) -> None:
@@ -96,10 +96,10 @@ class Rooms:
         tiles = 2 * -(-size.rows // self._tile_tokens) + 2 * self._extra
         narrow = size.logits + 4 * self._extra
         slots = 4 * size.rows + narrow * self._narrow_tokens
-        room = Capacity(size.rows, narrow, tiles, tiles, slots)
+        capacity = Capacity(size.rows, narrow, tiles, tiles, slots)
         if not self._converted_pages or size.rows < self._converted_tokens:
-            return room
-        return replace(room, converted_fills=tiles, converted_pages=self._converted_pages)
+            return capacity
+        return replace(capacity, converted_fills=tiles, converted_pages=self._converted_pages)
 
     def of(self, size: StepSize, work: WorkList) -> Capacity | None:
         """The capacity for a plan; None if the plan is too large or needs cuDNN."""
@@ -116,9 +116,9 @@ class Rooms:
         rows, extra = size.rows, self._extra
         sizes = (rows, rows + extra, rows + 2 * extra, largest.narrow)
         narrow = next(size for size in sizes if size >= len(work.narrow))
-        room = self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
+        capacity = self._decoding(rows, narrow, shared, has_slots=work.num_slots > 0)
         is_even = work.narrow_is_even and self._config.evenness_counts(narrow * self._kv_heads)
-        return replace(room, is_even=is_even)
+        return replace(capacity, is_even=is_even)
 
     def _decoding(self, rows: int, narrow: int, shared: int, *, has_slots: bool = True) -> Capacity:
         slots = narrow * self._narrow_tokens + shared * self._tile_tokens
@@ -129,16 +129,20 @@ class StepGraphs:
     """Owns the graphs and the buffers for their partial attention results."""
 
     def __init__(
-        self, attention: TritonAttention, rooms: Rooms, sizes: Sequence[StepSize], compute: Compute
+        self,
+        attention: TritonAttention,
+        capacities: GraphCapacities,
+        sizes: Sequence[StepSize],
+        compute: Compute,
     ) -> None:
         """`sizes`: decodes by number of rows, then steps with prompts. `compute` must read a step's
         arrays from the same addresses every time."""
-        self._attention = attention.sibling(max(rooms.largest(size).slots for size in sizes))
-        self._rooms = rooms
+        self._attention = attention.sibling(max(capacities.largest(size).slots for size in sizes))
+        self._capacities = capacities
         self.sizes = sizes
         self._compute = compute
         self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
-        self._num_wanted: Counter[tuple[StepSize, Capacity]] = Counter()
+        self._num_missed: Counter[tuple[StepSize, Capacity]] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
         self.num_replays = 0
 
@@ -151,15 +155,15 @@ class StepGraphs:
 
     def find(self, size: StepSize, work: WorkList) -> Graph | None:
         """A graph that holds a plan, after uploading the plan. None if no graph is large enough."""
-        room = self._rooms.of(size, work)
-        if room is None:
+        capacity = self._capacities.of(size, work)
+        if capacity is None:
             return None
         graphs = self._graphs[size]
-        graph = graphs.get(room)
+        graph = graphs.get(capacity)
         if graph is None:
-            self._num_wanted[size, room] += 1
-            if self._num_wanted[size, room] >= _WANTED_OFTEN:
-                graph = self._capture(size, room, work)
+            self._num_missed[size, capacity] += 1
+            if self._num_missed[size, capacity] >= _CAPTURE_AFTER:
+                graph = self._capture(size, capacity, work)
             else:
                 graph = next(
                     (graphs[r] for r in sorted(graphs, key=_launched) if r.holds(work)), None
@@ -177,12 +181,12 @@ class StepGraphs:
         """Capture a graph with the capacity for `work`, or with the `largest` capacity of `size`.
 
         Does nothing if the graph exists or no graph can run `work`."""
-        room = self._rooms.largest(size) if largest else self._rooms.of(size, work)
-        if room is not None and room not in self._graphs[size]:
-            self._capture(size, room, work)
+        capacity = self._capacities.largest(size) if largest else self._capacities.of(size, work)
+        if capacity is not None and capacity not in self._graphs[size]:
+            self._capture(size, capacity, work)
 
-    def _capture(self, size: StepSize, room: Capacity, work: WorkList) -> Graph:
-        plan = PlanBuffers(work, self._attention.device, room)
+    def _capture(self, size: StepSize, capacity: Capacity, work: WorkList) -> Graph:
+        plan = PlanBuffers(work, self._attention.device, capacity)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -193,10 +197,10 @@ class StepGraphs:
             decoded = self._compute(size, plan, self._attention)
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
-        logger.debug("captured a graph for %s in %s", size, room)
-        captured = self._graphs[size][room] = Graph(graph, plan, decoded)
+        logger.debug("captured a graph for %s in %s", size, capacity)
+        captured = self._graphs[size][capacity] = Graph(graph, plan, decoded)
         return captured
 
 
-def _launched(room: Capacity) -> int:
-    return room.narrow + room.shared + room.fills + room.converted_fills
+def _launched(capacity: Capacity) -> int:
+    return capacity.narrow + capacity.shared + capacity.fills + capacity.converted_fills

@@ -39,7 +39,7 @@ MIN_TEMPERATURE = 1e-6  # Lower temperatures above 0 are raised to this value.
 
 
 @dataclass(slots=True, eq=False)
-class _Place:
+class _TableRow:
     """A context's row of the block table."""
 
     row: int
@@ -84,7 +84,7 @@ class InputBuilder:
         self.width = max_blocks + 1  # Kernels prefetch one entry after the last block.
         self._block_size = block_size
         self._table = np.zeros((max_rows, self.width), dtype=np.int32)
-        self._places: dict[int, _Place] = {}
+        self._places: dict[int, _TableRow] = {}
         self._free = list(range(max_rows - 1, -1, -1))
         self._versions = itertools.count(1)
 
@@ -106,7 +106,7 @@ class InputBuilder:
         step = StepRows(self._table[rows, :width], starts, q_lens)
         ends = np.cumsum(q_lens, dtype=np.int32)
         only_decodes = len(sequences) == int(q_lens.sum())
-        logit_rows, samples, sampled = _asked(sequences, ends, only_decodes)
+        logit_rows, samples, sampled = _samples_of(sequences, ends, only_decodes)
         token_ids = _token_ids(sequences, only_decodes)
         waiting = np.flatnonzero(token_ids[ends - 1] == PENDING)
         return StepInputs(
@@ -127,11 +127,11 @@ class InputBuilder:
 
     def _place(
         self, context_id: int, block_ids: Sequence[int], changes: list[tuple[int, list[int]]]
-    ) -> _Place:
+    ) -> _TableRow:
         """The context's row, updated. Appends (flat index, blocks) to `changes`."""
         place = self._places.get(context_id)
         if place is None:
-            place = self._places[context_id] = _Place(self._free.pop(), next(self._versions), [])
+            place = self._places[context_id] = _TableRow(self._free.pop(), next(self._versions), [])
         elif place.blocks == block_ids:
             return place  # The common case. Copying the list would take longer than the comparison.
         blocks = list(block_ids)
@@ -149,7 +149,7 @@ class InputBuilder:
             self._free.append(self._places.pop(context_id).row)
 
 
-def _asked(
+def _samples_of(
     sequences: Sequence[SequenceStep], ends: IntArray, only_decodes: bool
 ) -> tuple[IntArray, tuple[SampleSpec | None, ...], tuple[int, ...]]:
     """`logit_rows`, `samples` and `sampled` of `StepInputs`."""
@@ -362,7 +362,7 @@ class _Choice:
     """The last sampling settings of a row of the block table."""
 
     sampling: ResolvedSampling
-    takes: int  # The bits of these settings.
+    flags: int  # The bits of these settings.
     adjusted: AdjustedTokens | None = None  # None until logits are adjusted.
 
 
@@ -384,7 +384,7 @@ class DrawBuilder:
                 found = self._choices[row]
                 if found is None or found.sampling is not spec.sampling:
                     found = self._choose(row, spec.sampling)
-                choice |= found.takes
+                choice |= found.flags
                 has_masks = has_masks or spec.constraint is not None
             choices.append(found)
         settings = self._settings[:0]
@@ -397,7 +397,7 @@ class DrawBuilder:
 
     def _choose(self, row: int, config: ResolvedSampling) -> _Choice:
         """Cache the settings of a row whose settings have changed."""
-        choice = self._choices[row] = _Choice(config, _takes(config))
+        choice = self._choices[row] = _Choice(config, _flags_of(config))
         self._settings[row] = draw_settings(config)
         return choice
 
@@ -430,12 +430,12 @@ def draw_settings(config: ResolvedSampling) -> IntArray:
     return row
 
 
-def _takes(config: ResolvedSampling) -> int:
-    takes = ADJUSTED if config.adjusts_logits else 0
-    takes |= SCORED if config.logprobs is not None else 0
+def _flags_of(config: ResolvedSampling) -> int:
+    flags = ADJUSTED if config.adjusts_logits else 0
+    flags |= SCORED if config.logprobs is not None else 0
     if config.takes_the_largest:
-        return takes
-    return takes | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
+        return flags
+    return flags | DRAWN | (LIMITED if config.top_k is not None or config.top_p < 1.0 else 0)
 
 
 def _scored(samples: Sequence[SampleSpec | None]) -> Scored:
@@ -449,7 +449,7 @@ def _adjustments(choices: Sequence[_Choice | None], inputs: StepInputs) -> Adjus
     pending_at = np.where(is_pending, inputs.logit_rows, -1).tolist()
     adjusted = []
     for i, (choice, spec) in enumerate(zip(choices, inputs.samples, strict=True)):
-        if choice is None or spec is None or not choice.takes & ADJUSTED:
+        if choice is None or spec is None or not choice.flags & ADJUSTED:
             continue
         if choice.adjusted is None or choice.adjusted.job_id != spec.job_id:
             choice.adjusted = AdjustedTokens(spec.job_id, spec.sampling)

@@ -23,7 +23,7 @@ from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.core.steps import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.runner.device import make_of
+from parrot.engine.runner.device import device_name
 from parrot.engine.runner.host.copies import HostCopies, PlainCopies, available_memory
 
 MIB = 1 << 20
@@ -170,5 +170,5 @@ def runner_info(
         num_host_blocks=num_host_blocks,
         block_bytes=cache.layout.block_bytes,
         num_ranks=1 if model.ranks is None else model.ranks.size,
-        device=make_of(model.device),
+        device=device_name(model.device),
     )

@@ -27,7 +27,7 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
 from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
-from parrot.engine.runner.ranks import MemoryLayout, RankProcesses, Seat, Unit
+from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 
@@ -56,9 +56,11 @@ def load_runner(config: BuiltinConfig) -> "LoadedModel[ModelRunner | CudaRunner]
     return loaded
 
 
-def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRunner | CudaRunner]":
-    """Load this rank's runner. `seat` is None without tensor parallelism."""
-    device = rank_device(config, seat)
+def load_rank(
+    config: BuiltinConfig, member: RankMember | None
+) -> "LoadedModel[ModelRunner | CudaRunner]":
+    """Load this rank's runner. `member` is None without tensor parallelism."""
+    device = rank_device(config, member)
     instance = config.instance
     if instance.attn_func == "triton" and device.type == "cpu":
         raise ConfigError("`instance.attn_func`: triton needs a CUDA device; use auto or torch")
@@ -75,15 +77,15 @@ def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRun
         window = "contexts are limited to the model's sliding window of %d tokens"
         logger.warning(window, spec.max_seq_len)
     use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
-    model = _load_decoder(config, checkpoint, device, seat)
+    model = _load_decoder(config, checkpoint, device, member)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
     quantised = instance.kv_cache_dtype == "fp8"
     layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
     unit = None
-    if seat is not None:
-        shared = _shared_memory(config, model, seat) if use_triton else None
-        unit = seat.join(device, shared, with_tables=not use_triton)
-    group, report = (None, _say_nothing) if seat is None else (seat.group, seat.report)
+    if member is not None:
+        shared = _shared_memory(config, model, member) if use_triton else None
+        unit = member.join(device, shared, with_tables=not use_triton)
+    group, report = (None, _no_report) if member is None else (member.group, member.report)
     report("measuring free memory")
     num_blocks = instance.num_kv_cache_blocks or blocks_for_all(layout, device, group)
     num_host_blocks = 0
@@ -96,7 +98,7 @@ def load_rank(config: BuiltinConfig, seat: Seat | None) -> "LoadedModel[ModelRun
         runner = _make_cuda_runner(config, model, both, block_size, unit)
         runner.warm_up(report)
     else:
-        is_alone = seat is None
+        is_alone = member is None
         runner = _make_torch_runner(config, model, both, block_size, unit, is_alone=is_alone)
     report(None)
     _log(runner)
@@ -128,7 +130,7 @@ def host_blocks_for_all(
     return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
 
 
-def _say_nothing(_: str | None) -> None:
+def _no_report(_: str | None) -> None:
     pass
 
 
@@ -147,20 +149,20 @@ def _log(runner: "ModelRunner | CudaRunner") -> None:
     )
 
 
-def _shared_memory(config: BuiltinConfig, model: Decoder, seat: Seat) -> MemoryLayout:
+def _shared_memory(config: BuiltinConfig, model: Decoder, member: RankMember) -> MemoryLayout:
     """The memory that ranks share for all-reduces of hidden states."""
     row_bytes = model.spec.hidden_size * model.dtype.itemsize
-    return MemoryLayout.of(seat.group.size, row_bytes, config.scheduler.max_num_batched_tokens)
+    return MemoryLayout.of(member.group.size, row_bytes, config.scheduler.max_num_batched_tokens)
 
 
-def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
+def rank_device(config: BuiltinConfig, member: RankMember | None) -> torch.device:
     """The device of a rank: rank r uses device `first + r`. Makes it this thread's CUDA device."""
     device = resolve_device(config.device)
     if device.type == "cpu":
         return device
     first, size, rank = device.index or 0, 1, 0
-    if seat is not None:
-        size, rank = seat.group.size, seat.group.rank
+    if member is not None:
+        size, rank = member.group.size, member.group.rank
     if first + size > torch.cuda.device_count():
         raise ConfigError(
             f"`device` and `instance.tensor_parallel` ask for {size} CUDA devices from "
@@ -172,16 +174,16 @@ def rank_device(config: BuiltinConfig, seat: Seat | None) -> torch.device:
 
 
 def _load_decoder(
-    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, seat: Seat | None
+    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, member: RankMember | None
 ) -> Decoder:
     """Load the weights in the configured dtype.
 
     With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied without conversion.
     """
     shard = None
-    if seat is not None:
-        require_divisible(checkpoint.spec, seat.group.size, checkpoint.source)
-        shard = Partition(checkpoint.spec, seat.group)
+    if member is not None:
+        require_divisible(checkpoint.spec, member.group.size, checkpoint.source)
+        shard = Partition(checkpoint.spec, member.group)
     dtype = resolve_dtype(config.dtype, device)
     four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
     return load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)

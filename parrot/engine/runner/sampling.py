@@ -40,10 +40,10 @@ def sample(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
 
 def needs_logits(specs: Sequence[SampleSpec | None]) -> bool:
     """Whether a sample needs more than the token of its largest logit."""
-    return any(spec is not None and not _takes_the_best(spec) for spec in specs)
+    return any(spec is not None and not _is_greedy(spec) for spec in specs)
 
 
-def _takes_the_best(spec: SampleSpec) -> bool:
+def _is_greedy(spec: SampleSpec) -> bool:
     config = spec.sampling
     is_plain = config.logprobs is None and not config.adjusts_logits and spec.constraint is None
     return is_plain and config.takes_the_largest

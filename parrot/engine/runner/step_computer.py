@@ -48,7 +48,7 @@ SentAdjustments = tuple[torch.Tensor, torch.Tensor]
 """The rows and entries of `Adjustments`, in GPU memory."""
 
 
-class TokenChooser:
+class Sampler:
     """The sampler: adjusts logits, samples tokens, and looks up their log probabilities."""
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class TokenChooser:
         self._stage.sent()
         return rows.view(-1, NUM_COLUMNS), entries.view(-1, NUM_FIELDS)
 
-    def choose(
+    def sample(
         self,
         logits: torch.Tensor,
         best: torch.Tensor,
@@ -111,17 +111,17 @@ class TokenChooser:
         for choice in (DRAWN | LIMITED, DRAWN):
             for scores in (logits, logits.float()):
                 (settings,) = self._stage.send([row])
-                self.choose(scores, best_tokens(scores), token_ids, choice, settings, None)
+                self.sample(scores, best_tokens(scores), token_ids, choice, settings, None)
                 self._stage.sent()
         config = ResolvedSampling(presence_penalty=1.0)
         adjusted = AdjustedRow(0, -1, AdjustedTokens(0, config), SampleSpec(0, config, 0, 0))
         sent = self.send(adjustments_of([adjusted]))
-        self.choose(logits, best_tokens(logits), token_ids, 0, settings, sent)
+        self.sample(logits, best_tokens(logits), token_ids, 0, settings, sent)
         num_words = -(-logits.shape[1] // 32)
         masks = Masks(np.zeros(1, dtype=np.int32), np.full((1, num_words), -1, dtype=np.int32))
         first = torch.zeros(1, dtype=torch.int32, device=logits.device)
         best = best_tokens(logits)
-        self.choose(logits, best, token_ids, 0, settings, None, masks, first, MAX_LOGPROBS)
+        self.sample(logits, best, token_ids, 0, settings, None, masks, first, MAX_LOGPROBS)
 
 
 _CONTEXTS = (64, 2048)  # Context lengths, in tokens, of the plans for which graphs are captured.
@@ -267,7 +267,7 @@ class StepComputer:
         self._synthetic = synthetic
         self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
         self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
-        self._chooser = TokenChooser(device)
+        self._sampler = Sampler(device)
         self._launcher = ThreadPoolExecutor(
             1, thread_name_prefix="launcher", initializer=_use, initargs=(device,)
         )
@@ -288,7 +288,7 @@ class StepComputer:
     def _compute(self, step: PlannedStep, size: StepSize | None, landing: Landing) -> torch.Tensor:
         decoded, sent = self._decoded(step, size)
         count = len(step.inputs.samples)
-        tokens, scores = self._chooser.choose(
+        tokens, scores = self._sampler.sample(
             decoded.logits[:count],
             decoded.tokens[:count],
             sent.parts[0],
@@ -400,7 +400,7 @@ class StepComputer:
         if self._vocabulary is not None and len(inputs.pending_at):
             self._vocabulary.ranks.broadcast(sent[0])  # Only rank 0 has the sampled tokens.
         adjusted = draws.adjustments
-        adjustments = None if adjusted is None else self._chooser.send(adjusted)
+        adjustments = None if adjusted is None else self._sampler.send(adjusted)
         return _Sent(sent, settings, scored, adjustments)
 
     def _change_tables(self, places: IntArray, at: torch.Tensor, to: torch.Tensor) -> None:
@@ -433,7 +433,7 @@ class StepComputer:
             report(f"compiling kernels of step {number} of {len(plans)}")
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
         report("compiling the sampling kernels")
-        self._chooser.warm_up(logits[:1], token_ids)
+        self._sampler.warm_up(logits[:1], token_ids)
         # cuDNN's plans belong to the launcher thread.
         for num_tokens in self._synthetic.dense_lengths():
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()

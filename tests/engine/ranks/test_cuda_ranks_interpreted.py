@@ -66,7 +66,7 @@ class Recorded(Unit):
         super().__init__(cast("Any", None), [], with_tables=False)
         self.messages: list[Any] = []
 
-    def tell(self, step: Any) -> None:
+    def send(self, step: Any) -> None:
         self.messages.append(self._writer.message(step))
 
 

@@ -17,7 +17,7 @@ from parrot.engine.core.steps import (
 )
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.runner.device import StepReads
-from parrot.engine.runner.host.copies import ToldTransfers
+from parrot.engine.runner.host.copies import RankTransfers
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.ranks.steps import RankStep, StepReader, StepWriter
 from parrot.protocol.sampling import ResolvedSampling
@@ -98,14 +98,14 @@ def test_others_read_of_transfers() -> None:
     writer, reader = StepWriter(with_tables=False), StepReader()
     far = 3 * 2**31 + 5
     for told in (
-        ToldTransfers(),
-        ToldTransfers((Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,)))),
-        ToldTransfers((), (1, 2), (4,)),
-        ToldTransfers((Transfer(far, True, (), ()),), (far,), (far, 1)),
+        RankTransfers(),
+        RankTransfers((Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,)))),
+        RankTransfers((), (1, 2), (4,)),
+        RankTransfers((Transfer(far, True, (), ()),), (far,), (far, 1)),
     ):
         read = reader.step(writer.message(RankStep.of(told)))
         assert (read.work, read.reads, read.copies, read.inputs.num_tokens) == (None, None, (), 0)
-        assert read.transfers == ToldTransfers(
+        assert read.transfers == RankTransfers(
             tuple(dataclasses.replace(t, transfer_id=t.transfer_id % 2**31) for t in told.begun),
             tuple(i % 2**31 for i in told.landed),
             tuple(i % 2**31 for i in told.awaited),

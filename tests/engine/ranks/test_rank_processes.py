@@ -18,7 +18,7 @@ from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import ModelRunner
-from parrot.engine.runner.host.copies import GIB, ToldTransfers
+from parrot.engine.runner.host.copies import GIB, RankTransfers
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import RankStep, processes
@@ -163,7 +163,7 @@ def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> No
     assert [one.transfer_id for one in runner.landed(wait=True)] == [1]
     driver.generate([driver.context([1, 2])], 1)
     assert runner._unit is not None
-    runner._unit.tell(RankStep.of(ToldTransfers((Transfer(2, True, (5,), (4,)),))))
+    runner._unit.send(RankStep.of(RankTransfers((Transfer(2, True, (5,), (4,)),))))
     assert told.wait(60)
     with pytest.raises(DeviceLost, match="rank 1 has ended"):
         runner.transfer([Transfer(3, True, (5,), (3,))])

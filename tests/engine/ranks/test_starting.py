@@ -152,7 +152,7 @@ def test_a_process_ends_whose_rank_cannot_be_let_go(monkeypatch: pytest.MonkeyPa
         statuses.append(status)
         has_ended.set()
 
-    monkeypatch.setattr(unit, "_LEAVE_S", 0.1)
+    monkeypatch.setattr(unit, "_EXIT_DEADLINE_S", 0.1)
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
     own, theirs = started(monkeypatch, [])

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from parrot.engine.core.steps import DeviceLost
-from parrot.engine.runner.device import noticing_loss
+from parrot.engine.runner.device import detect_device_loss
 
 CUDA = torch.device("cuda")
 
 
 def fail(device: torch.device) -> None:
-    with noticing_loss(device):
+    with detect_device_loss(device):
         raise RuntimeError("an illegal memory access\nmore about it")
 
 
@@ -32,5 +32,5 @@ def test_a_device_that_fails_at_everything_is(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(KeyError), noticing_loss(CUDA):
+    with pytest.raises(KeyError), detect_device_loss(CUDA):
         raise KeyError("x")

@@ -1,4 +1,4 @@
-"""The rooms in which captured graphs come."""
+"""The capacities for which graphs are captured."""
 
 import pytest
 
@@ -13,7 +13,7 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.runner.graphs import Rooms, StepSize
+from parrot.engine.runner.graphs import GraphCapacities, StepSize
 from parrot.engine.runner.step_computer import SyntheticPlans
 
 SHAPE = AttentionShape(32, 32, 64, 64)
@@ -29,38 +29,38 @@ def decodes(num_rows: int, length: int) -> WorkList:
 
 @pytest.mark.parametrize(("num_rows", "counts"), [(8, False), (16, True), (64, False)])
 def test_even_plans_have_rooms_of_their_own_where_it_counts(num_rows: int, counts: bool) -> None:
-    rooms, size = Rooms(SHAPE, SPLIT), StepSize(num_rows)
+    capacities, size = GraphCapacities(SHAPE, SPLIT), StepSize(num_rows)
     even = decodes(num_rows, 2000)
     assert even.narrow_is_even
-    room = rooms.of(size, even)
+    room = capacities.of(size, even)
     assert room is not None
     assert room.is_even is counts
     assert room.holds(even)
     uneven = replace(even, narrow_is_even=False)
-    assert rooms.of(size, uneven) == replace(room, is_even=False)
+    assert capacities.of(size, uneven) == replace(room, is_even=False)
 
 
 def test_no_room_for_what_no_graph_has() -> None:
-    rooms, work = Rooms(SHAPE, SPLIT), decodes(8, 100)
-    assert rooms.of(StepSize(8), work) is not None
-    assert rooms.of(StepSize(8), replace(work, dense=((0, 4096),))) is None
-    assert rooms.of(StepSize(4), work) is None
+    capacities, work = GraphCapacities(SHAPE, SPLIT), decodes(8, 100)
+    assert capacities.of(StepSize(8), work) is not None
+    assert capacities.of(StepSize(8), replace(work, dense=((0, 4096),))) is None
+    assert capacities.of(StepSize(4), work) is None
 
 
 def test_only_plans_that_convert_pages_take_rooms_that_do() -> None:
     split = SplitConfig(converted_pages=1000)
     shape = AttentionShape(32, 8, 64, 64, number_bytes=1)
-    rooms, size = Rooms(shape, split), StepSize(128, 8)
+    capacities, size = GraphCapacities(shape, split), StepSize(128, 8)
     for num_tokens, converts in ((63, False), (64, True)):
         tables = np.arange(40, dtype=np.int32)[None]
         counts = (np.array([n], dtype=np.int32) for n in (2000, num_tokens))
         work = plan_work(StepRows(tables, *counts), shape, None, split)
-        room = rooms.of(size, work)
+        room = capacities.of(size, work)
         assert room is not None
         assert room.holds(work)
         assert (room.converted_fills > 0) is (room.converted_pages > 0) is converts
     longer = replace(work, converted_pages=np.arange(513, dtype=np.int32))
-    assert rooms.of(size, longer) is None
+    assert capacities.of(size, longer) is None
 
 
 @pytest.mark.parametrize("number_bytes", [1, 2])
@@ -69,13 +69,16 @@ def test_plans_to_capture_fit_their_rooms_with_pages_to_convert_and_without(
 ) -> None:
     shape = AttentionShape(32, 8, 64, 64, number_bytes)
     split = SplitConfig(converted_pages=1000 if number_bytes == 1 else 0)
-    rooms, plans = Rooms(shape, split), SyntheticPlans(shape, GateConfig(), split, 8192, 16384)
+    capacities, plans = (
+        GraphCapacities(shape, split),
+        SyntheticPlans(shape, GateConfig(), split, 8192, 16384),
+    )
     captured = set()
     for size in (StepSize(16, 8), StepSize(256, 8), StepSize(8)):
         for work in plans.for_graphs(size):
-            room = rooms.of(size, work)
+            room = capacities.of(size, work)
             assert room is not None
-            for capacity in (room, rooms.largest(size)):
+            for capacity in (room, capacities.largest(size)):
                 buffers = PlanBuffers(work, torch.device("cpu"), capacity)
                 assert (buffers.converted_pages >= 0).sum() == len(work.converted_pages)
             captured.add((size.rows, room.converted_fills > 0))

@@ -10,7 +10,7 @@ from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 
 
-class MadeUpSeat:
+class MadeUpMember:
     def __init__(self, rank: int, size: int) -> None:
         self.group = RankGroup(rank, size)
 
@@ -49,7 +49,7 @@ def test_one_rank_takes_the_device_that_is_configured(
 
 def test_ranks_take_the_devices_that_follow_the_configured_one(chosen: list[torch.device]) -> None:
     settings = config("cuda:1", 3)
-    found = [rank_device(settings, MadeUpSeat(rank, 3)) for rank in range(3)]
+    found = [rank_device(settings, MadeUpMember(rank, 3)) for rank in range(3)]
     assert found == chosen == [torch.device("cuda", index) for index in (1, 2, 3)]
 
 
@@ -57,7 +57,7 @@ def test_ranks_take_the_devices_that_follow_the_configured_one(chosen: list[torc
 def test_devices_that_are_not_there_are_refused(
     chosen: list[torch.device], name: str, ranks: int
 ) -> None:
-    seat = None if ranks == 1 else MadeUpSeat(0, ranks)
+    member = None if ranks == 1 else MadeUpMember(0, ranks)
     with pytest.raises(ConfigError, match=f"{ranks} CUDA devices from {name} on.* 4 in all"):
-        rank_device(config(name, ranks), seat)
+        rank_device(config(name, ranks), member)
     assert not chosen

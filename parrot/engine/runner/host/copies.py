@@ -138,7 +138,7 @@ def _left_in_group(folder: Path) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ToldTransfers:
+class RankTransfers:
     """Rank 0's message about transfers to the other ranks."""
 
     begun: tuple[Transfer, ...] = ()  # Transfers to start now.
@@ -146,7 +146,7 @@ class ToldTransfers:
     awaited: tuple[int, ...] = ()  # Ids of transfers whose reads the next step must wait for.
 
 
-NO_TRANSFERS = ToldTransfers()
+NO_TRANSFERS = RankTransfers()
 
 
 class HostCopies(Protocol):
@@ -166,7 +166,7 @@ class HostCopies(Protocol):
         Returns the ids of these transfers."""
         ...
 
-    def follow(self, told: ToldTransfers) -> None:
+    def follow(self, transfers: RankTransfers) -> None:
         """On ranks other than 0, apply a message of rank 0, in order with the steps.
 
         `landed` is never called there. Raises `RuntimeError` if a transfer has failed."""
@@ -206,6 +206,6 @@ class PlainCopies:
     def guard(self, plan: StepPlan) -> Sequence[int]:
         return ()  # Every transfer has finished when `transfer` returns.
 
-    def follow(self, told: ToldTransfers) -> None:
-        self.transfer(told.begun)
+    def follow(self, transfers: RankTransfers) -> None:
+        self.transfer(transfers.begun)
         self._landed.clear()

@@ -34,8 +34,8 @@ import torch
 
 from parrot.engine.core.steps import Landed, StepPlan, Transfer
 from parrot.engine.kernels.block_copies import gather_blocks, scatter_blocks
-from parrot.engine.runner.device import noticing_loss
-from parrot.engine.runner.host.copies import HostMemory, ToldTransfers, block_parts
+from parrot.engine.runner.device import detect_device_loss
+from parrot.engine.runner.host.copies import HostMemory, RankTransfers, block_parts
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class CudaCopies:
 
     @torch.inference_mode()
     def transfer(self, transfers: Sequence[Transfer]) -> None:
-        with noticing_loss(self._device):
+        with detect_device_loss(self._device):
             launched = _event()
             launched.record()
             for transfer in transfers:
@@ -156,19 +156,19 @@ class CudaCopies:
             self._steps.wait_event(flight.read)
         return [flight.transfer_id for flight in readers]
 
-    def follow(self, told: ToldTransfers) -> None:
+    def follow(self, transfers: RankTransfers) -> None:
         # A transfer that has finished on rank 0 may still be in flight on this rank.
-        for flight in _taken(self._back, told.landed):
+        for flight in _pop_finished(self._back, transfers.landed):
             self._steps.wait_event(flight.done)
-        for flight in _taken(self._out, told.landed):
+        for flight in _pop_finished(self._out, transfers.landed):
             self._steps.wait_event(flight.read)
             self._back.stream.wait_event(flight.done)
-        if told.begun:
-            self.transfer(told.begun)
+        if transfers.begun:
+            self.transfer(transfers.begun)
         for flight in (*self._back.flights, *self._out.flights):
             if not flight.has_begun:
                 raise RuntimeError("a transfer between the tiers has failed on this rank")
-            if flight.transfer_id in told.awaited:
+            if flight.transfer_id in transfers.awaited:
                 self._steps.wait_event(flight.read)
 
     @property
@@ -177,7 +177,7 @@ class CudaCopies:
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         landed = []
-        with noticing_loss(self._device):
+        with detect_device_loss(self._device):
             lanes = [lane for lane in (self._back, self._out) if lane.flights]
             if wait and lanes:
                 lanes[0].flights[0].done.synchronize()
@@ -189,7 +189,7 @@ class CudaCopies:
         return landed
 
 
-def _taken(lane: _Lane, transfer_ids: Collection[int]) -> Iterator[_Flight]:
+def _pop_finished(lane: _Lane, transfer_ids: Collection[int]) -> Iterator[_Flight]:
     """Remove and yield the oldest transfers of a lane while their ids are in `transfer_ids`."""
     while lane.flights and lane.flights[0].transfer_id in transfer_ids:
         yield lane.flights.popleft()

@@ -6,6 +6,14 @@ run the steps that rank 0 sends. If one rank exits, all ranks exit."""
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.processes import RankProcesses
 from parrot.engine.runner.ranks.steps import RankStep
-from parrot.engine.runner.ranks.unit import RankCopies, Seat, Unit, together
+from parrot.engine.runner.ranks.unit import RankCopies, RankMember, Unit, together
 
-__all__ = ["MemoryLayout", "RankCopies", "RankProcesses", "RankStep", "Seat", "Unit", "together"]
+__all__ = [
+    "MemoryLayout",
+    "RankCopies",
+    "RankMember",
+    "RankProcesses",
+    "RankStep",
+    "Unit",
+    "together",
+]

@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 # After an error this process waits this long, in seconds, for rank 0 to close the link. If it does,
 # another rank has caused the error, and this process logs nothing.
-_MOMENT_S = 1.0
+_LOSS_GRACE_S = 1.0
 
 
-class FollowerSeat:
-    """`Seat` of a rank other than rank 0. Its reports go to rank 0."""
+class FollowerMember:
+    """`RankMember` of a rank other than rank 0. Its reports go to rank 0."""
 
     def __init__(self, link: Link, group: RankGroup) -> None:
         self.group = group
@@ -50,9 +50,9 @@ class FollowerSeat:
 def follow(link: Link) -> NoReturn:
     """Load the model and run steps. Raises `EOFError` when rank 0 exits, or the first error."""
     task = json.loads(link.receive())
-    seat = FollowerSeat(link, RankGroup(task["rank"], task["size"]))
+    member = FollowerMember(link, RankGroup(task["rank"], task["size"]))
     try:
-        runner = load_rank(BuiltinConfig.model_validate(task["config"]), seat).runner
+        runner = load_rank(BuiltinConfig.model_validate(task["config"]), member).runner
     except ConfigError as error:
         link.send(json.dumps({"error": str(error)}).encode())
         raise
@@ -80,7 +80,7 @@ def main() -> None:
     except ConfigError:
         sys.exit(1)
     except Exception:
-        if link.wait_for_end(_MOMENT_S):
+        if link.wait_for_end(_LOSS_GRACE_S):
             os._exit(0)
         logger.exception("this rank exits")
         os._exit(1)

@@ -16,7 +16,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.steps import DeviceLost
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from parrot.engine.runner.ranks.group import Link, RankGroup, device_kind
-from parrot.engine.runner.ranks.unit import NOTICE_S, Unit
+from parrot.engine.runner.ranks.unit import LOSS_DETECTION_S, Unit
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ LOAD_PATIENCE = timedelta(minutes=15)
 
 
 class RankProcesses:
-    """`Seat` of rank 0. Starts the processes of the other ranks, which load in parallel."""
+    """`RankMember` of rank 0. Starts the processes of the other ranks, which load in parallel."""
 
     def __init__(self, config: BuiltinConfig) -> None:
         size = config.instance.tensor_parallel
@@ -105,7 +105,7 @@ class RankProcesses:
         except BaseException as error:
             lost = None
             if self._unit is not None and not isinstance(error, ConfigError | DeviceLost):
-                lost = self._unit.why_lost(NOTICE_S)
+                lost = self._unit.why_lost(LOSS_DETECTION_S)
             self.close()
             if lost is not None:
                 raise DeviceLost(lost) from error

@@ -13,7 +13,7 @@ from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.work_list import ITEM_FIELDS, StepRows, WorkList
 from parrot.engine.core.steps import BlockCopy, PoolSpec, SampleSpec, ScoreSpec, Transfer
 from parrot.engine.runner.device import StepReads
-from parrot.engine.runner.host.copies import NO_TRANSFERS, ToldTransfers
+from parrot.engine.runner.host.copies import NO_TRANSFERS, RankTransfers
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.sampling import ResolvedSampling
 
@@ -34,10 +34,10 @@ class RankStep:
     work: WorkList | None  # None for a step without tokens.
     reads: StepReads | None
     needs_logits: bool  # The result of `sampling.needs_logits`.
-    transfers: ToldTransfers = NO_TRANSFERS  # Applied before the step.
+    transfers: RankTransfers = NO_TRANSFERS  # Applied before the step.
 
     @classmethod
-    def of(cls, transfers: ToldTransfers) -> "RankStep":
+    def of(cls, transfers: RankTransfers) -> "RankStep":
         """A message that contains only transfers."""
         return cls((), _inputs(iter([_NONE] * 12)), None, None, False, transfers)
 
@@ -72,7 +72,7 @@ class StepWriter:
             inputs.changed_at,
             inputs.changed_to,
             _reads(step.reads),
-            *_told(step.transfers),
+            *_transfer_parts(step.transfers),
             *([_NONE] * 10 if work is None or is_known else _work(work)),
         ]
         assert len(parts) == _NUM_PARTS, len(parts)
@@ -94,7 +94,7 @@ class StepReader:
         inputs = _inputs(parts)
         reads = _read_reads(next(parts), has_any=bool(has_reads))
         begun = _read_transfers(next(parts).tolist())
-        transfers = ToldTransfers(begun, *(tuple(next(parts).tolist()) for _ in range(2)))
+        transfers = RankTransfers(begun, *(tuple(next(parts).tolist()) for _ in range(2)))
         if not is_known:
             self._last = _read_work(list(parts))
         work = self._last if has_work else None
@@ -152,10 +152,10 @@ def _read_reads(rows: IntArray, *, has_any: bool) -> StepReads | None:
     return reads
 
 
-def _told(told: ToldTransfers) -> list[IntArray]:
-    if told is NO_TRANSFERS:  # The common case.
+def _transfer_parts(transfers: RankTransfers) -> list[IntArray]:
+    if transfers is NO_TRANSFERS:  # The common case.
         return [_NONE] * 3
-    return [_transfers(told.begun), _ids(told.landed), _ids(told.awaited)]
+    return [_transfers(transfers.begun), _ids(transfers.landed), _ids(transfers.awaited)]
 
 
 def _ids(transfer_ids: Sequence[int]) -> IntArray:

@@ -15,22 +15,24 @@ import torch
 
 from parrot.engine.core.steps import DeviceLost, Landed, StepPlan, Transfer
 from parrot.engine.kernels.ranks.memory import MemoryLayout
-from parrot.engine.runner.host.copies import HostCopies, ToldTransfers
+from parrot.engine.runner.host.copies import HostCopies, RankTransfers
 from parrot.engine.runner.ranks.group import START_PATIENCE, TIMEOUT, Link, RankGroup
 from parrot.engine.runner.ranks.steps import RankStep, StepWriter
 
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 10.0  # `close` waits this long, in seconds, for each watch thread.
-_LOOK_S = 5.0  # Longest time, in seconds, between two checks whether a rank hangs.
-_LEAVE_S = 60.0  # After a failed start, rank 0 exits at the latest after this time, in seconds.
+_CHECK_INTERVAL_S = 5.0  # Longest time, in seconds, between two checks whether a rank hangs.
+_EXIT_DEADLINE_S = (
+    60.0  # After a failed start, rank 0 exits at the latest after this time, in seconds.
+)
 
 # A collective can fail before the watch thread sees that a rank has exited. After such an error,
 # rank 0 waits this long, in seconds, for the reason.
-NOTICE_S = 2.0
+LOSS_DETECTION_S = 2.0
 
 
-class Seat(Protocol):
+class RankMember(Protocol):
     """A process's membership among the ranks, while its runner is loaded."""
 
     @property
@@ -95,7 +97,7 @@ class Unit:
         self._kill_others = kill_others
         self._losing = threading.Lock()
         self._is_lost = threading.Event()
-        self._ending = threading.Timer(_LEAVE_S, _end_process)
+        self._ending = threading.Timer(_EXIT_DEADLINE_S, _end_process)
         self._ending.daemon = True
         self._group = group
         self._links = links
@@ -117,14 +119,14 @@ class Unit:
         if self._lost is not None:
             tell()
 
-    def tell(self, step: RankStep) -> None:
+    def send(self, step: RankStep) -> None:
         """Send a step to the other ranks. Rank 0 must run the same step inside `together`."""
         message = self._writer.message(step).tobytes()
         for link in self._links:
             link.send(message)
 
     def report(self, doing: str | None) -> None:
-        """See `Seat.report`."""
+        """See `RankMember.report`."""
         self._require_all()
         self._num_reports += 1
         patience_s = START_PATIENCE.total_seconds()
@@ -141,7 +143,7 @@ class Unit:
         except DeviceLost:
             raise
         except Exception as error:
-            self.why_lost(NOTICE_S)
+            self.why_lost(LOSS_DETECTION_S)
             with self._losing:
                 self._lost = self._lost or f"a step failed on rank 0: {error}"
             raise DeviceLost(self._lost) from error
@@ -170,8 +172,11 @@ class Unit:
             watch.join(_GRACE_S)
 
     def _watch(self, rank: int, link: Link) -> None:
-        look_s, late = min(self._patience_s, START_PATIENCE.total_seconds(), _LOOK_S), None
-        while late is None and not link.wait_for_end(look_s):
+        interval_s, late = (
+            min(self._patience_s, START_PATIENCE.total_seconds(), _CHECK_INTERVAL_S),
+            None,
+        )
+        while late is None and not link.wait_for_end(interval_s):
             task = self._task  # Read once: the other thread may clear the attribute.
             late = task if task is not None and task.is_late else None
         if not self._is_closed:
@@ -252,22 +257,22 @@ class RankCopies:
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         with together(self._unit):
-            self._tell(ToldTransfers(begun=tuple(transfers)))
+            self._send(RankTransfers(begun=tuple(transfers)))
             self._copies.transfer(transfers)
 
     def landed(self, *, wait: bool) -> Sequence[Landed]:
         with together(self._unit):
             if landed := self._copies.landed(wait=wait):
-                self._tell(ToldTransfers(landed=tuple(one.transfer_id for one in landed)))
+                self._send(RankTransfers(landed=tuple(one.transfer_id for one in landed)))
             return landed
 
     def guard(self, plan: StepPlan) -> Sequence[int]:
         if awaited := self._copies.guard(plan):
-            self._tell(ToldTransfers(awaited=tuple(awaited)))
+            self._send(RankTransfers(awaited=tuple(awaited)))
         return awaited
 
-    def follow(self, told: ToldTransfers) -> None:
-        self._copies.follow(told)
+    def follow(self, transfers: RankTransfers) -> None:
+        self._copies.follow(transfers)
 
-    def _tell(self, transfers: ToldTransfers) -> None:
-        self._unit.tell(RankStep.of(transfers))
+    def _send(self, transfers: RankTransfers) -> None:
+        self._unit.send(RankStep.of(transfers))

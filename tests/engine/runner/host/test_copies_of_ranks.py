@@ -34,7 +34,7 @@ class HeardUnit(Unit):
         super().__init__(cast("Any", None), [], with_tables=False)
         self._messages = messages
 
-    def tell(self, step: Any) -> None:
+    def send(self, step: Any) -> None:
         self._messages.append(self._writer.message(step))
 
 

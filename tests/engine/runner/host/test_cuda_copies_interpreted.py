@@ -11,7 +11,7 @@ import torch
 from parrot.engine.core.steps import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
 from parrot.engine.kernels import block_copy_kernels
 from parrot.engine.runner.host import cuda
-from parrot.engine.runner.host.copies import ToldTransfers
+from parrot.engine.runner.host.copies import RankTransfers
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.immediate_streams import Stream, immediate_streams
@@ -96,12 +96,12 @@ def test_a_copy_that_cannot_be_begun_on_another_rank_ends_it(
     steps: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, copies = make(steps)
-    copies.follow(ToldTransfers((Transfer(1, True, (5,), (0,)),)))
-    copies.follow(ToldTransfers(landed=(1,)))
+    copies.follow(RankTransfers((Transfer(1, True, (5,), (0,)),)))
+    copies.follow(RankTransfers(landed=(1,)))
 
     def fail(*args: object) -> None:
         raise RuntimeError("no memory")
 
     monkeypatch.setattr(cuda, "scatter_blocks", fail)
     with pytest.raises(RuntimeError, match="has failed on this rank"):
-        copies.follow(ToldTransfers((Transfer(2, False, (6,), (0,)),)))
+        copies.follow(RankTransfers((Transfer(2, False, (6,), (0,)),)))
