@@ -111,7 +111,7 @@ class PagedAttention:
         self._put(layout.STARTS, starts)
         self._put(layout.ROW_SEQUENCES, step.requests)
         self._put(layout.TABLES, step.tables)
-        self._turn(positions)
+        self._rotate(positions)
         partials = num_rows * most_chunks * self._num_heads
         self._make_room(layout.PARTIALS, partials * self._head_dim)
         self._make_room(layout.STATISTICS, partials * 2)
@@ -125,7 +125,7 @@ class PagedAttention:
         self._attend(qkv.data_ptr(), self._address, self._addresses[layer])
         return self._out[: len(qkv)]
 
-    def _turn(self, positions: npt.NDArray[np.int32]) -> None:
+    def _rotate(self, positions: npt.NDArray[np.int32]) -> None:
         half = len(self._frequencies)
         angles = np.multiply.outer(positions.astype(np.float32), self._frequencies)
         np.cos(angles, out=self._angles[: len(positions), :half])

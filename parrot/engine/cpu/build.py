@@ -70,7 +70,7 @@ def compile_kernels(dtype: str) -> bytes:
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _build_lock(path: Path) -> Iterator[None]:
     """Context with a lock for `path` between processes, if the system supports locks."""
     try:
         import fcntl
@@ -90,7 +90,7 @@ if __name__ == "__main__":
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
     dtype, path = sys.argv[1], Path(sys.argv[2])
-    with _alone(path):
+    with _build_lock(path):
         code = kept(path)
         if code is None:
             code = compile_kernels(dtype)

@@ -33,7 +33,7 @@ _WIDTH_MULTIPLE = 16  # The kernels need widths that are multiples of this numbe
 
 # Steps whose sequences share more KV tokens than this use torch's attention, which reads shared KV
 # once. Its speed equals the kernels' for 16 forks of 2,048 tokens, and is 1.4 times for 8,000.
-_MUCH_SHARED = 1 << 15
+_MAX_SHARED_TOKENS = 1 << 15
 
 
 class CompiledLayers:
@@ -65,7 +65,7 @@ class CompiledLayers:
         """The last layer's output for `rows`, or for all rows if None."""
         self._take_kernels()
         few_rows = self._few_rows if len(token_ids) <= MAX_ROWS else None
-        if few_rows is not None and work.num_shared_tokens <= _MUCH_SHARED:
+        if few_rows is not None and work.num_shared_tokens <= _MAX_SHARED_TOKENS:
             hidden = few_rows.forward(token_ids, step)
             return hidden if rows is None else hidden.index_select(0, rows)
         attend = partial(self._attention.run, plan=self._attention.plan(work, step))
@@ -198,11 +198,11 @@ class ManyRowsDecoder:
         for layer, (attn_norm, mlp_norm) in zip(self._layers, self._norms, strict=True):
             heads = layer.qkv(self._norm(x, attn_norm))
             heads = heads.view(len(x), -1, self._spec.head_dim)
-            turned, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
+            rotated, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
             if layer.qk_norm is not None:
-                turned = layer.qk_norm(turned)
-            self._turn(turned, angles)
-            attended = attend(layer.index, turned[:, :num_heads], turned[:, num_heads:], v)
+                rotated = layer.qk_norm(rotated)
+            self._rotate(rotated, angles)
+            attended = attend(layer.index, rotated[:, :num_heads], rotated[:, num_heads:], v)
             if rows is not None and layer is self._layers[-1]:
                 attended, x = attended.index_select(0, rows), x.index_select(0, rows)
             x = layer.out(attended, x)
@@ -220,9 +220,9 @@ class ManyRowsDecoder:
         _run(self._kernels.gate_rows, x, out, out, width)
         return out
 
-    def _turn(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
+    def _rotate(self, heads: torch.Tensor, angles: torch.Tensor) -> None:
         assert heads.stride()[1:] == (heads.shape[2], 1), heads.stride()
-        _run(self._kernels.turn_rows, heads, heads, angles, heads.shape[2])
+        _run(self._kernels.rotate_rows, heads, heads, angles, heads.shape[2])
 
 
 def _weight(norm: Norm) -> torch.Tensor:

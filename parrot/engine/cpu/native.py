@@ -45,7 +45,7 @@ class RowKernels:
 
     norm_rows: RowKernel
     gate_rows: RowKernel
-    turn_rows: RowKernel
+    rotate_rows: RowKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _link(dtype: str, code: bytes) -> Kernels:
         parallel=_parallel(),
         attend_prompt=_prompt_kernel(engine),
         rows=RowKernels(
-            *(_row_kernel(engine, name) for name in ("norm_rows", "gate_rows", "turn_rows"))
+            *(_row_kernel(engine, name) for name in ("norm_rows", "gate_rows", "rotate_rows"))
         ),
         code=engine,
     )

@@ -60,7 +60,7 @@ _scratch_bytes = njit(scratch_bytes)
 
 
 @_compiled
-def _soften(scores, seen, count, scale, weights, statistics):
+def _softmax(scores, seen, count, scale, weights, statistics):
     """Compute the bfloat16 weights of `count` keys. Weights after the first `seen` keys are 0."""
     end = -(-seen // LANES) * LANES
     for i in range(seen, end):
@@ -106,7 +106,7 @@ def _attend_tile(task, head, token, scratch):
             width * 4,
         )
     for row in range(TILE_ROWS):
-        _soften(
+        _softmax(
             scratch + row * width * 4,
             seen + row,
             count,

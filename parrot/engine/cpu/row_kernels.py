@@ -82,7 +82,7 @@ def row_kernels_of(dtype):  # noqa: C901
             first = take_next(task + 8 * NEXT_UNIT) * UNIT_ROWS
 
     @compiled
-    def turn_rows(task):
+    def rotate_rows(task):
         rows, width = int64_at(task, NUM_ROWS), int64_at(task, WIDTH)
         half = width // 2
         first = take_next(task + 8 * NEXT_UNIT) * UNIT_ROWS
@@ -98,8 +98,8 @@ def row_kernels_of(dtype):  # noqa: C901
                             load_float32(angles + (half + i) * 4),
                         )
                         store(x + i * size, subtract(multiply(low, cos), multiply(high, sin)))
-                        turned = add(multiply(high, cos), multiply(low, sin))
-                        store(x + (half + i) * size, turned)
+                        rotated = add(multiply(high, cos), multiply(low, sin))
+                        store(x + (half + i) * size, rotated)
             first = take_next(task + 8 * NEXT_UNIT) * UNIT_ROWS
 
-    return {"norm_rows": norm_rows, "gate_rows": gate_rows, "turn_rows": turn_rows}
+    return {"norm_rows": norm_rows, "gate_rows": gate_rows, "rotate_rows": rotate_rows}

@@ -126,7 +126,7 @@ def kernels_of(dtype):  # noqa: C901
                 store(results + i, value)
 
     @compiled
-    def turn_head(x, weight, angles, scale, out, head_dim, eps, is_key):
+    def rotate_head(x, weight, angles, scale, out, head_dim, eps, is_key):
         """Normalise (if `weight` is not 0), rotate and scale a head.
 
         Keys are written in the pool's type, queries in float32."""
@@ -151,7 +151,7 @@ def kernels_of(dtype):  # noqa: C901
                 store_float32(out + (half + i) * 4, second)
 
     @compiled
-    def turn_and_store(qkv, step, layer):
+    def rotate_and_store(qkv, step, layer):
         """Write the queries to QUERIES, and new keys and values to the pool."""
         heads, kv_heads = int64_at(step, HEADS), int64_at(step, KV_HEADS)
         head_dim, page_size = int64_at(step, HEAD_DIM), int64_at(step, PAGE_SIZE)
@@ -168,7 +168,7 @@ def kernels_of(dtype):  # noqa: C901
             x = qkv + row * (heads + 2 * kv_heads) * head_dim * size
             for head in range(heads):
                 out = int64_at(step, QUERIES) + (row * heads + head) * head_dim * 4
-                turn_head(
+                rotate_head(
                     x + head * head_dim * size, q_norm, angles, scale, out, head_dim, eps, False
                 )
             for head in range(kv_heads):
@@ -176,7 +176,7 @@ def kernels_of(dtype):  # noqa: C901
                 key = x + (heads + head) * head_dim * size
                 value = key + kv_heads * head_dim * size
                 out = int64_at(layer, K_POOL) + slot
-                turn_head(key, k_norm, angles, one, out, head_dim, eps, True)
+                rotate_head(key, k_norm, angles, one, out, head_dim, eps, True)
                 for i in range(0, head_dim * size, LANES * size):
                     store(int64_at(layer, V_POOL) + slot + i, load(value + i))
 
@@ -203,7 +203,7 @@ def kernels_of(dtype):  # noqa: C901
         set_float(out, at, total(s))
 
     @compiled
-    def soften(scores, seen, count, statistics):
+    def softmax(scores, seen, count, statistics):
         """Replace scores by their exponentials, and by 0 after the first `seen` scores."""
         for i in range(max(seen, 0), -(-count // LANES) * LANES):
             set_float(scores, i, np.float32(_LEAST))
@@ -272,7 +272,7 @@ def kernels_of(dtype):  # noqa: C901
             to2 = (row2 * most_chunks + chunk) * heads + head2
             to3 = (row3 * most_chunks + chunk) * heads + head3
             seen = start + 1 - begin
-            soften(scores, min(seen + j // group, span), count, statistics + to0 * 8)
+            softmax(scores, min(seen + j // group, span), count, statistics + to0 * 8)
             if j == last:
                 for i in range(0, head_dim, 2 * LANES):
                     a = b = splat(np.float32(0.0))
@@ -289,9 +289,9 @@ def kernels_of(dtype):  # noqa: C901
                     store_float32(partials + (to0 * head_dim + i) * 4, a)
                     store_float32(partials + (to0 * head_dim + i + LANES) * 4, b)
                 continue
-            soften(scores + width * 4, min(seen + j1 // group, span), count, statistics + to1 * 8)
-            soften(scores + width * 8, min(seen + j2 // group, span), count, statistics + to2 * 8)
-            soften(scores + width * 12, min(seen + j3 // group, span), count, statistics + to3 * 8)
+            softmax(scores + width * 4, min(seen + j1 // group, span), count, statistics + to1 * 8)
+            softmax(scores + width * 8, min(seen + j2 // group, span), count, statistics + to2 * 8)
+            softmax(scores + width * 12, min(seen + j3 // group, span), count, statistics + to3 * 8)
             for i in range(0, head_dim, 2 * LANES):
                 a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = splat(np.float32(0.0))
                 for page in range(last_page + 1):
@@ -371,7 +371,7 @@ def kernels_of(dtype):  # noqa: C901
         """Rotate heads, store keys and values, and compute attention.
 
         qkv: [rows, heads + 2 KV heads, head_dim]."""
-        turn_and_store(qkv, step, layer)
+        rotate_and_store(qkv, step, layer)
         set_int64(step, LAYER, layer)
         set_int64(step, NEXT_UNIT, 0)
         set_int64(step, NEXT_THREAD, 0)
