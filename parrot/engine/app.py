@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.metrics import Ended, EngineMetrics, log_ended, told
+from parrot.engine.metrics import Ended, EngineMetrics, log_ended, observe_request
 from parrot.engine.service import EngineService, ServiceState
 from parrot.protocol.answers import (
     Guard,
@@ -94,13 +94,13 @@ class Fence:
         self.registration = ""  # Name of the current or pending registration; empty for none.
         self.answer: asyncio.Event | None = None  # Set once the pending registration is answered.
 
-    def registering(self) -> str:
-        """Start a registration and return its name. Call `answered` afterwards."""
+    def begin_registration(self) -> str:
+        """Start a registration and return its name. Call `end_registration` afterwards."""
         self.registration = new_token()
         self.answer = asyncio.Event()
         return self.registration
 
-    def answered(self) -> None:
+    def end_registration(self) -> None:
         """The registration was accepted or rejected. Requests that wait for it continue."""
         if self.answer is not None:
             self.answer.set()
@@ -134,7 +134,7 @@ class Fence:
         if self._is_registered or asking.epoch <= owner.epoch:
             raise StaleCore("this engine belongs to another ServeCore, or a later start of it")
 
-    def hand_in(self, request: JobRequest, era: int) -> None:
+    def check_submission(self, request: JobRequest, era: int) -> None:
         """Check a request that arrived in `era`, right before it is submitted.
 
         Raises `StaleCore` if a new era has begun, and `Cancelled` if a later attempt of the call
@@ -352,15 +352,15 @@ def _verbs(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -> 
     async def fill(request: FillRequest) -> FillResponse:
         era = front.fence.era
         await front.reorder.enter((request,))
-        front.fence.hand_in(request, era)
+        front.fence.check_submission(request, era)
         return await front.service.fill(request)
 
     async def generate(request: GenerateRequest) -> GenerateResponse:
         era = front.fence.era
-        with told(request, listeners) as answered:
+        with observe_request(request, listeners) as answered:
             await front.service.prepare(request)
             await front.reorder.enter((*request.fills, request))
-            front.fence.hand_in(request, era)
+            front.fence.check_submission(request, era)
             sink = front.channels.sink(request) if request.channel else None
             response = await front.service.generate(request, sink)
             answered(response)
@@ -389,10 +389,10 @@ def _streams(front: EngineFront, listeners: Sequence[Callable[[Ended], None]]) -
     ) -> AsyncGenerator[tuple[str, BaseModel]]:
         # The stream opens at once, so that keep-alives are sent while the request waits. A
         # rejection is an `error` event.
-        with told(request, listeners) as answered:
+        with observe_request(request, listeners) as answered:
             await front.service.prepare(request)
             await front.reorder.enter((*request.fills, request))
-            front.fence.hand_in(request, era)
+            front.fence.check_submission(request, era)
             async with aclosing(front.service.generate_stream(request)) as events:
                 async for event in events:
                     if isinstance(event, GenerateResponse):

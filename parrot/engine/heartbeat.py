@@ -129,7 +129,7 @@ class Heartbeat:
         info = await reachable(self._service.engine_info(), self._where.cores)
         names = {
             "incarnation": self._where.incarnation,
-            "registration": self._fence.registering(),
+            "registration": self._fence.begin_registration(),
         }
         try:
             terms = await self._client.register_engine(info.model_copy(update=names))
@@ -143,7 +143,7 @@ class Heartbeat:
                 await self._end_work()
             raise
         finally:
-            self._fence.answered()
+            self._fence.end_registration()
 
     async def _end_work(self) -> None:
         """Cancel all jobs and free all contexts. The fence must have begun a new era."""

@@ -32,7 +32,7 @@ _SWITCH_INTERVAL_S = 2e-4
 # Thresholds of Python's garbage collector for its three generations. A step of 256 sequences
 # creates thousands of objects that live for one step. The default (700, 10, 10) collected every
 # other step, which took a tenth of the CPU time.
-_COLLECTED_EVERY = (10_000, 4, 2)
+_GC_THRESHOLDS = (10_000, 4, 2)
 
 
 async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
@@ -101,7 +101,7 @@ def engine_options() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    gc.set_threshold(*_COLLECTED_EVERY)
+    gc.set_threshold(*_GC_THRESHOLDS)
     args = engine_options().parse_args(argv)
     try:
         given = given_options(args, "host", "port", "engine_name", "device", "insecure")

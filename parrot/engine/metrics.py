@@ -87,7 +87,7 @@ class Ended:
 
 
 @contextmanager
-def told(
+def observe_request(
     request: GenerateRequest, listeners: Sequence[Callable[[Ended], None]]
 ) -> Iterator[Callable[[GenerateResponse], None]]:
     """Context that serves a request and then passes its `Ended` to the listeners.

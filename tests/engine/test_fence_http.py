@@ -30,8 +30,8 @@ async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, R
     owner = app.state.front
     fence: Fence = owner.fence
     async with serve_app(app) as url:
-        headers = {REGISTRATION_HEADER: fence.registering()}
-        fence.answered()
+        headers = {REGISTRATION_HEADER: fence.begin_registration()}
+        fence.end_registration()
         async with HttpClient(url, headers=headers) as http:
             yield EngineClient(http), fence, service, reorder, url
     service.check_integrity()
@@ -43,8 +43,8 @@ async def registers_again(fence: Fence, service: SimService, reorder: ReorderBuf
     fence.released()
     reorder.reset()
     await service.reset()
-    fence.registering()
-    fence.answered()
+    fence.begin_registration()
+    fence.end_registration()
 
 
 def fill(context_id: int, parent_id: int = -1) -> FillRequest:
@@ -103,7 +103,7 @@ async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> Non
     async with (
         registered() as (_, fence, service, reorder, url),
         HttpClient(url) as http,
-        HttpClient(url, headers={REGISTRATION_HEADER: fence.registering()}) as of_core,
+        HttpClient(url, headers={REGISTRATION_HEADER: fence.begin_registration()}) as of_core,
     ):
         direct, core = EngineClient(http), EngineClient(of_core)
         await direct.fill(fill(1))
@@ -114,10 +114,10 @@ async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> Non
         fence.begin_era()
         reorder.reset()
         await service.reset()
-        fence.answered()
+        fence.end_registration()
         await asyncio.gather(calling, freeing)
         assert service.runtime_info().num_cached_tokens == 32
-        fence.registering()
+        fence.begin_registration()
         late = asyncio.ensure_future(core.fill(fill(3)))
         with pytest.raises(StaleCore):
             await late
@@ -143,17 +143,19 @@ async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:
 def test_so_many_calls_are_remembered() -> None:
     fence = Fence()
     for task_id in range(65_537):
-        fence.hand_in(GenerateRequest.model_construct(task_id=task_id, attempt=2), fence.era)
+        fence.check_submission(
+            GenerateRequest.model_construct(task_id=task_id, attempt=2), fence.era
+        )
     late = GenerateRequest.model_construct(task_id=1, attempt=1)
     with pytest.raises(Cancelled):
-        fence.hand_in(late, fence.era)
+        fence.check_submission(late, fence.era)
     assert len(fence._attempts) == 65_536
-    fence.hand_in(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
+    fence.check_submission(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
 
 
 def test_nothing_comes_in_under_a_registration_that_is_over() -> None:
     fence = Fence()
-    name = fence.registering().encode()
+    name = fence.begin_registration().encode()
     late = Request({"type": "http", "headers": [(REGISTRATION_HEADER.lower().encode(), name)]})
     fence.check(late)
     fence.released()

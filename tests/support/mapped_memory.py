@@ -21,7 +21,7 @@ _PAUSE_S = 0.002
 @contextmanager
 def for_the_interpreter() -> Iterator[None]:
     """Fewer rows make a message, and who waits for another rank leaves the few cores to it."""
-    end_if_asked = kernels._end_if_asked
+    end_if_asked = kernels._end_if_aborted
 
     def pause(*args: Any) -> None:
         time.sleep(_PAUSE_S)
@@ -29,7 +29,7 @@ def for_the_interpreter() -> Iterator[None]:
 
     quick_interpreter.install()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "_end_if_asked", pause)
+        patch.setattr(kernels, "_end_if_aborted", pause)
         for module in (exchanges, memory):
             patch.setattr(module, "MESSAGE_ROWS", FEW_ROWS)
         yield

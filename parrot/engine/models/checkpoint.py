@@ -345,7 +345,7 @@ def load_decoder(
     is faster. `dtype` must then be bfloat16. `shard`: load only one rank's part."""
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
     if device.type == "cuda":
-        _require_room(checkpoint.source, spec, dtype, device)
+        _require_memory(checkpoint.source, spec, dtype, device)
 
     def part(name: str) -> Part | None:
         return None if shard is None else shard.part(name)
@@ -367,7 +367,9 @@ def load_decoder(
     return decoder
 
 
-def _require_room(source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> None:
+def _require_memory(
+    source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
+) -> None:
     free, total = torch.cuda.mem_get_info(device)
     need = spec.num_weights * dtype.itemsize
     if need > free:

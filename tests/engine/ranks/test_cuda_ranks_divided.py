@@ -172,14 +172,14 @@ def test_a_part_of_a_sum_stays_until_a_slow_rank_has_read_it(
 def read_late() -> None:
     """Let the first sum read some time after the ranks have met. It has one program, or others
     would have to meet before."""
-    meet, is_first = kernels._tell_and_wait, iter([True])
+    meet, is_first = kernels._signal_and_wait, iter([True])
 
     def meet_and_wait(*args: Any) -> None:
         meet(*args)
         if next(is_first, False):
             time.sleep(timedelta(seconds=3).total_seconds())
 
-    kernels._tell_and_wait = meet_and_wait
+    kernels._signal_and_wait = meet_and_wait
     exchanges.MAX_PROGRAMS = 1
 
 

@@ -22,8 +22,8 @@ _WORD = 4  # Bytes of a word.
 _BLOCK = 1024  # Words that an exchange copies at once.
 _WARPS = 8
 # A waiting kernel checks for an abort once per this number of polls, which takes a GPU about 50 ms.
-_LOOKS = 1 << 16
-_SLOW_LOOKS = 64  # The same number in Triton's interpreter.
+_POLLS = 1 << 16
+_INTERPRETER_POLLS = 64  # The same number in Triton's interpreter.
 
 
 class Exchanges:
@@ -32,7 +32,7 @@ class Exchanges:
     def __init__(self, memory: SymmetricMemory) -> None:
         self._memory = memory
         self._asked = memory.asked.numpy()
-        self._every = _LOOKS if memory.own.is_cuda else _SLOW_LOOKS
+        self._every = _POLLS if memory.own.is_cuda else _INTERPRETER_POLLS
         # The operand of a broadcast whose result is not used.
         self._word = torch.zeros(1, dtype=torch.int32, device=memory.own.device)
 

@@ -21,7 +21,7 @@ def _memory_of(addresses, rank):
 
 
 @triton.jit
-def _has_come(flag, over, turn):
+def _has_arrived(flag, over, turn):
     """Whether the other program has reached the turn, or waiting is over."""
     # Atomics, because all threads must get the same result.
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -29,13 +29,13 @@ def _has_come(flag, over, turn):
 
 
 @triton.jit
-def _end_if_asked(over, asked, looks, EVERY: tl.constexpr):
-    if looks % EVERY == 0:
+def _end_if_aborted(over, asked, polls, EVERY: tl.constexpr):
+    if polls % EVERY == 0:
         tl.store(over, 1, mask=tl.load(asked, volatile=True) != 0)
 
 
 @triton.jit
-def _tell_and_wait(
+def _signal_and_wait(
     addresses,
     turns,
     place,
@@ -61,10 +61,10 @@ def _tell_and_wait(
     for other in tl.static_range(SIZE):
         if other != RANK:
             flag = (own + place).to(tl.pointer_type(tl.int64)) + other * FLAGS + program
-            looks = 0
-            while not _has_come(flag, over, turn):
-                looks += 1
-                _end_if_asked(over, asked, looks, EVERY)
+            polls = 0
+            while not _has_arrived(flag, over, turn):
+                polls += 1
+                _end_if_aborted(over, asked, polls, EVERY)
     tl.store(turns + program, turn)
 
 
@@ -100,7 +100,7 @@ def sum_and_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
+    _signal_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         offset = tl.cast(row, tl.int64) * WIDTH + column
         total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -150,7 +150,7 @@ def _word(low, high, KIND: tl.constexpr):
 
 
 @triton.jit
-def _look(at, inside, over, turn):
+def _poll(at, inside, over, turn):
     """The words of a message, and whether a word has not arrived."""
     came = tl.load(at, mask=inside, other=0, volatile=True)
     is_old = inside & ((came >> 32).to(tl.int32) != turn) & (tl.load(over, volatile=True) == 0)
@@ -160,12 +160,12 @@ def _look(at, inside, over, turn):
 @triton.jit
 def _receive(at, inside, over, asked, turn, EVERY: tl.constexpr):
     """Wait for a message and return its words. Each word is stored with the number of its turn."""
-    came, is_old = _look(at, inside, over, turn)
-    looks = 0
+    came, is_old = _poll(at, inside, over, turn)
+    polls = 0
     while is_old > 0:
-        came, is_old = _look(at, inside, over, turn)
-        looks += 1
-        _end_if_asked(over, asked, looks, EVERY)
+        came, is_old = _poll(at, inside, over, turn)
+        polls += 1
+        _end_if_aborted(over, asked, polls, EVERY)
     return came
 
 
@@ -286,7 +286,7 @@ def exchange_kernel(
                 to = (_memory_of(addresses, rank) + start).to(tl.pointer_type(tl.int32))
                 tl.store(to + RANK * count + at, value, mask=at < count)
         tl.debug_barrier()  # All threads must have written before a thread sends the signal.
-    _tell_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
+    _signal_and_wait(addresses, turns, flags_place, RANK, SIZE, FLAGS, EVERY)
     own = (_memory_of(addresses, RANK) + start).to(tl.pointer_type(tl.int32))
     for rank in tl.static_range(1 if ONLY_FIRST else SIZE):
         for first in range(0, count, BLOCK):
