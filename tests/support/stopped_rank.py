@@ -16,7 +16,7 @@ def halt_before(doing: str | None) -> None:
         os.kill(os.getpid(), signal.Signals[os.environ[HALTS_BY]])
 
 
-class HaltingSeat(follower.FollowerMember):
+class HaltingMember(follower.FollowerMember):
     def report(self, doing: str | None) -> None:
         super().report(doing)
         halt_before(doing)
@@ -30,7 +30,7 @@ def main() -> None:
         return load_rank(*args)  # type: ignore[arg-type]
 
     follower.load_rank = load_and_halt  # type: ignore[assignment]
-    follower.FollowerMember = HaltingSeat  # type: ignore[misc]
+    follower.FollowerMember = HaltingMember  # type: ignore[misc]
     follower.main()
 
 
