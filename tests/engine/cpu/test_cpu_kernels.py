@@ -225,7 +225,7 @@ def test_they_are_compiled_where_the_folder_has_no_locks(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with build._alone(tmp_path / "kernels.o"):
+    with build._build_lock(tmp_path / "kernels.o"):
         pass
 
 
