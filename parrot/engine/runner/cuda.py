@@ -160,8 +160,7 @@ class CudaRunner:
             options.max_tokens,
         )
         if options.use_graphs:
-            sizes = [StepSize(rows) for rows in bucket_list(options.max_rows)]
-            sizes += mixed
+            sizes = [*(StepSize(rows) for rows in bucket_list(options.max_rows)), *mixed]
             self.computer.graphs = StepGraphs(
                 self._attention,
                 GraphCapacities(shape, split),
