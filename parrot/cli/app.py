@@ -122,7 +122,10 @@ def up(
         typer.Option(min=1, help="Number of engines. \\[default: one per GPU, or 1]"),
     ] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port of the server. \\[default: 9000]")
+        int | None,
+        typer.Option(
+            min=0, max=65535, help="Port of the server. 0: any free port. \\[default: 9000]"
+        ),
     ] = None,
     host: Annotated[
         str | None,

@@ -197,6 +197,14 @@ class UpstreamServer(ConfigModel):
             raise ValueError(f"{url!r} is not a URL like http://HOST:PORT/v1")
         return url.rstrip("/")
 
+    @field_validator("engine")
+    @classmethod
+    def _has_no_identity(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        identity = ("engine_type", "engine_name", "model", "host", "port")
+        if given := [key for key in identity if key in engine]:
+            raise ValueError(f"`{given[0]}` is made from the URL and the server's model list")
+        return engine
+
 
 class CoreConfig(ConfigModel):
     """The configuration of a ServeCore process. Durations are in seconds."""
@@ -393,6 +401,14 @@ class CoreConfig(ConfigModel):
         description="Share of traces that are sent, 0 to 1. Calls inside a caller's span follow "
         "the caller's decision. null: `OTEL_TRACES_SAMPLER` decides; by default all are sent.",
     )
+
+    @field_validator("servers")
+    @classmethod
+    def _servers_differ(cls, servers: tuple[UpstreamServer, ...]) -> tuple[UpstreamServer, ...]:
+        urls = [server.url for server in servers]
+        if twice := [url for url in urls if urls.count(url) > 1]:
+            raise ValueError(f"{twice[0]} is named twice")
+        return servers
 
     @field_validator("prefix_repair", mode="before")
     @classmethod

@@ -183,6 +183,7 @@ async def test_a_private_certificate_authority_is_trusted(certificate: tuple[Pat
     [
         ({"url": "localhost:8000"}, "is not a URL"),
         ({"url": "http://h/v1", "engine": {"nonsuch": 1}}, "unknown key `nonsuch`"),
+        ({"url": "http://h/v1", "engine": {"engine_type": "sim"}}, "`engine_type` is made from"),
         (
             {"url": "http://h/v1", "engine": {"instance": {"api_key_file": "/none"}}},
             "cannot read /none",
@@ -197,6 +198,12 @@ def test_a_bad_entry_ends_the_start(
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(ConfigError, match=message):
         create_app(ServeCore(parse_config(CoreConfig, {"servers": [entry]}, "test")))
+
+
+def test_a_server_may_be_named_once() -> None:
+    entries = [{"url": "http://h/v1"}, {"url": "http://h/v1/"}]
+    with pytest.raises(ConfigError, match="http://h/v1 is named twice"):
+        parse_config(CoreConfig, {"servers": entries}, "test")
 
 
 def test_without_servers_the_package_is_not_imported() -> None:

@@ -11,7 +11,8 @@ computed again. Positions of one context, with blocks of 4 tokens:
 
 A context writes only to blocks from `owned_from` on. A block before `owned_from` is full, or it is
 the partly filled last block of a fork. The fork copies such a block before its first write
-(copy-on-write).
+(copy-on-write). The scheduler of jobs (core/scheduler.py) calls `reserve` before each step, and
+`IdleContexts` when too few blocks are free.
 
 Full computed blocks are published under keys of their content. Another context with the same salt
 and the same prefix adopts them. Published blocks of a freed context stay available until they are

@@ -315,7 +315,7 @@ class LocalScheduler:
         return self._background if job.is_background else self._prefilling
 
     def take_rejected(self) -> list[Job]:
-        """Background jobs for which `schedule` found no free blocks. The caller must fail them."""
+        """Background jobs for which `schedule` found no free blocks. The engine core fails them."""
         rejected, self._rejected = self._rejected, []
         return rejected
 
@@ -347,7 +347,7 @@ class LocalScheduler:
         return limit if first is None else min(limit, first.request.params.background_share)
 
     def schedule(self, now: float, drafts: Drafts = NO_DRAFTS) -> Step | None:
-        """Plan the next step, or return None if no job can run.
+        """Plan the next step for the engine core. None: no job can run.
 
         `drafts`: of decoding jobs that await no token. The step verifies the drafts that fit its
         limits and the free blocks after all other tokens."""

@@ -10,6 +10,11 @@ KV is evicted first (utils/weighted_shares.py). A single group only has the orde
     cached blocks of no context,    `num_cached`   before idle contexts
     and copies in CPU memory
 
+Idle contexts are the items of one `EvictionQueue` (core/contexts.py). Cached blocks and copies in
+CPU memory are the items of others (core/block_pool.py, core/host). Core/requests.py reports each
+request with `record_request`; contexts and blocks are reported where they are created and freed. A
+group becomes inactive when it has sent no request for 120 s.
+
 Example: 100 blocks. Group A (weight 1) has idle contexts with 40 blocks, and group B (weight 3) has
 idle contexts with 50. 10 blocks are free.
 

@@ -1,5 +1,9 @@
 """All runs and their states, from the first waiter to the settled output of the last.
 
+A **run** computes the result of one prompt. Its **waiters** are the completions that receive the
+result: identical completions share a run. An **attempt** is one request of the run to one engine.
+The dispatcher adds runs, and calls `place` for each run that the scheduler has given an engine.
+
     from              to           when
     NEW               QUEUED       the run is added
     QUEUED            PLACED       the scheduler has chosen an engine, and an attempt starts
@@ -8,7 +12,7 @@
     QUEUED, PLACED    ENDED        the run failed, or its last waiter was cancelled
     QUEUED, PLACED    WITHDRAWN    the last waiter was withdrawn, and the output can be continued
     WITHDRAWN         QUEUED       the completion was submitted again
-    WITHDRAWN         ENDED        the session ended, or an identical run replaces it
+    WITHDRAWN         ENDED        the session ended, or its completion joined an identical run
 
 Example: completions A and B have the same greedy prompt.
 

@@ -12,7 +12,11 @@ the calls a and b make the inputs of call c, and a client reads the output of c.
     b finishes                 -  -  1      c starts
 
 With `start_background` before the reader, the demand is 2, 2, 1 and `reader_demand` is 0, 0, 0: all
-three calls are background work. The reader makes this 2, 2, 2 and 1, 1, 1.
+three calls are background work. When the reader comes, the demand is 2, 2, 2 and `reader_demand` is
+1, 1, 1.
+
+Reads of variables call `add_reader` and `remove_reader` (serve/readers.py). A read that blocks its
+program calls `start_background`. `Propagation` reports new tasks, settled inputs, finished tasks.
 """
 
 from collections import Counter, OrderedDict, deque
