@@ -27,7 +27,7 @@ from unittest.mock import patch
 
 from benchmark.results import Report
 from benchmark.results import run as run_benchmark
-from parrot.serve.execution.dispatcher import Returns
+from parrot.serve.execution.dispatcher import ReturningEngines
 from parrot.simulation.report import percentile
 from tests.scale.simulate import COSTS, OMNISCIENT, engine_config, kv_of
 from tests.scale.simulated.division import CALLS, Rule, divide, placed
@@ -190,7 +190,7 @@ def takeover(args: argparse.Namespace, report: Report) -> None:
 
 @contextmanager
 def _forgetful() -> Iterator[None]:
-    with patch.object(Returns, "_placed_before", lambda self, completion: None):
+    with patch.object(ReturningEngines, "_engine_before_restart", lambda self, completion: None):
         yield
 
 

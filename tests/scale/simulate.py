@@ -32,7 +32,7 @@ from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from benchmark.simulated import ENGINES, changed, sim_engine
 from parrot.engine.config import SimConfig
-from parrot.serve.contexts.index import Room
+from parrot.serve.contexts.index import KvUsage
 from tests.scale.simulated.division import Divided, Rule, balance, divide
 from tests.scale.simulated.shard import CORE, Outcome, Window, simulate
 from tests.scale.simulated.summary import joined, summary
@@ -143,7 +143,7 @@ def _window(asked: tuple[argparse.Namespace, float, int, str]) -> dict[str, Any]
 
 @contextmanager
 def _blind() -> Iterator[None]:
-    with patch.object(Room, "lost", lambda self, num_new: 0.0):
+    with patch.object(KvUsage, "session_tokens_evicted", lambda self, num_new: 0.0):
         yield
 
 
