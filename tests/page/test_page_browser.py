@@ -184,13 +184,13 @@ async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> N
 async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visit) -> None:
     await visit.page.goto(f"{visit.url}/ui/")
     await visit.page.fill("#key", "wrong")
-    await visit.page.click("text=Enter")
+    await visit.page.click("text=Sign in")
     await visit.wait_text("[role=alert]", "not the key")
     assert {e for e in visit.errors if "401" not in e} == set()
     visit.errors.clear()
     await visit.open()
     assert "key" not in await visit.page.evaluate("location.href")
-    await visit.page.click("text=Leave")
+    await visit.page.click("text=Sign out")
     await visit.page.wait_for_selector("#key")
 
 
@@ -262,7 +262,7 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     await visit.answer("done")
     await read
     await visit.page.click("nav >> text=Tenants")
-    await visit.wait_text(".hint", "Calls that have ended")
+    await visit.wait_text(".hint", "Completed calls")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -48,9 +48,9 @@ function Page() {
           ))}
         </nav>
         <span class="visitor">
-          {visitor.tenant === null ? "operator" : `tenant ${visitor.tenant}`}
+          {visitor.tenant === null ? "Operator" : `Tenant ${visitor.tenant}`}
           <button class="quiet" onClick={() => post("leave").then(() => enter(null))}>
-            Leave
+            Sign out
           </button>
         </span>
       </header>
@@ -84,7 +84,7 @@ function Entry({ enter }) {
     <main class="entry">
       <h1>Parrot</h1>
       <form onSubmit={submit}>
-        <label for="key">Key of the page, or an API key</label>
+        <label for="key">Page key or API key</label>
         <input
           id="key"
           type="password"
@@ -92,11 +92,11 @@ function Entry({ enter }) {
           value={key}
           onInput={(event) => setKey(event.target.value)}
         />
-        <button>Enter</button>
+        <button>Sign in</button>
         <p role="alert">{error}</p>
       </form>
       <p class="hint">
-        <code>parrot page</code>, on the machine of the service, prints the address with its key.
+        Run <code>parrot page</code> on the server's machine to get an address with the key.
       </p>
     </main>
   );

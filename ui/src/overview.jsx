@@ -17,7 +17,7 @@ export function Overview({ isOperator }) {
         <Engines engines={rowsOf(feed.rows, "engine")} isOperator={isOperator} />
         {service && (
           <p>
-            {service.queued} {service.queued === 1 ? "call waits" : "calls wait"} for an engine.
+            Queue: {service.queued} {service.queued === 1 ? "call" : "calls"}
           </p>
         )}
       </section>

@@ -25,6 +25,7 @@ export function Placement() {
 
 function Decisions({ decisions }) {
   if (!decisions.length) return <p class="hint">No call was placed yet.</p>;
+  const hadChoice = decisions.some((d) => d.compared.length); // With one engine there is none.
   return (
     <div class="scroll" tabindex="0" role="region" aria-label="Decisions">
       <table>
@@ -37,7 +38,7 @@ function Decisions({ decisions }) {
             <th class="number" title="Prompt tokens that the engine does not have">
               To compute
             </th>
-            <th>Compared, by predicted seconds</th>
+            {hadChoice && <th>Compared, by predicted seconds</th>}
             <th class="number">Age</th>
           </tr>
         </thead>
@@ -51,7 +52,7 @@ function Decisions({ decisions }) {
               <td class="number">{seconds(d.waited_s)}</td>
               <td class="number">{count(d.prompt_tokens)}</td>
               <td class="number">{count(d.to_compute)}</td>
-              <td>{compared(d)}</td>
+              {hadChoice && <td>{compared(d)}</td>}
               <td class="number">
                 <Age since={d.at} />
               </td>
@@ -64,7 +65,7 @@ function Decisions({ decisions }) {
 }
 
 function compared({ compared: others, engine }) {
-  if (!others.length) return <small>the only one, or as planned for its group</small>;
+  if (!others.length) return <small>no alternative</small>;
   const ordered = [...others].sort((a, b) => (a.seconds ?? Infinity) - (b.seconds ?? Infinity));
   return ordered.map((other, i) => {
     const text = `${other.engine} ${other.seconds === null ? "full" : seconds(other.seconds)}`;

@@ -33,8 +33,8 @@ export function Playground() {
     <>
       <h1>Playground</h1>
       <p class="hint">
-        The last placeholder of a template is what the model writes. A name that an earlier call makes joins the
-        two calls.
+        The model generates the last {"{{name}}"} of a prompt. Use that name in a later prompt to pass the
+        result on.
       </p>
       <div class="split">
         <div class="views">
@@ -76,7 +76,7 @@ function CallEditor({ call, i, change, remove }) {
     <section>
       <h2>
         Call {i + 1}
-        {call.output && <small> makes {call.output}</small>}
+        {call.output && <small> → {call.output}</small>}
         {remove && (
           <button class="quiet" onClick={remove}>
             Remove
@@ -84,12 +84,12 @@ function CallEditor({ call, i, change, remove }) {
         )}
       </h2>
       <label>
-        Template
+        Prompt
         <textarea rows="4" value={call.template} onInput={(event) => change(i, { template: event.target.value })} />
       </label>
       <div class="fields">
         <label>
-          Tokens, at most
+          Max tokens
           <input
             type="number"
             min="1"

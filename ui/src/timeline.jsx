@@ -59,8 +59,8 @@ export function Timeline({ graph, critical, show }) {
         </text>
       </svg>
       <p class="hint legend">
-        <i class="queued" /> from its last input until it began, <i /> until its first token,{" "}
-        <i class="decode" /> generating; outlined: on the critical path. Times since the session began.
+        <i class="queued" /> queued, <i /> prefill, <i class="decode" /> generating. Outlined: critical path.
+        Times are seconds since the session began.
       </p>
     </div>
   );

@@ -16,10 +16,10 @@ export function Usage() {
       <section>
         <h2>Tenants</h2>
         <p class="hint">
-          Calls that have ended since ServeCore started. Engine time is what their tokens cost: what tenants
-          share fairly. Costs are by the <code>prices</code> of its config.
+          Completed calls since the server started. Engine time: time of the engines that their tokens took.
+          Cost: from <code>prices</code> in the config.
         </p>
-        {tenants.length ? <Table tenants={tenants} /> : <p class="hint">No call has ended yet.</p>}
+        {tenants.length ? <Table tenants={tenants} /> : <p class="hint">No calls yet.</p>}
       </section>
     </>
   );
