@@ -307,8 +307,8 @@ class _Race:
         """The error of a race that can no longer succeed, of the same type as `cause`."""
         possible = self._num_open + len(self._winners)
         error = type(cause)(
-            f"only {possible} variables can be ready of {self._num_needed}, because others failed: "
-            f"{cause.message}",
+            f"only {possible} of the {self._num_needed} needed variables can become ready, because "
+            f"others failed: {cause.message}",
             param=cause.param,
         )
         error.__cause__ = cause

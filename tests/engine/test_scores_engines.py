@@ -130,7 +130,7 @@ async def test_a_foreign_server_that_echoes_nothing(logprobs: Any) -> None:
     choice = {"text": "x", "finish_reason": "stop", "logprobs": logprobs}
     whole = {"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
     async with foreign(FakeOpenAI(faults=[Fault(200, whole)])) as service:
-        with pytest.raises(UnsupportedField, match="no log probabilities of prompts"):
+        with pytest.raises(UnsupportedField, match="does not return log probabilities of prompts"):
             await score(service, ScoreRequest(inputs=["one two"]))
 
 
