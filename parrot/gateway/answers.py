@@ -39,11 +39,12 @@ class ReasoningDelta(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ParsedToolCall:
-    """A tool call. `arguments` is a JSON object, as text."""
+    """A tool call. `arguments` is a JSON object, as text; if the call `is_cut`, only its start."""
 
     name: str
     arguments: str
     id: str
+    is_cut: bool = False  # the answer ended inside the call
 
     @classmethod
     def of(cls, name: str, arguments: Mapping[str, Any]) -> "ParsedToolCall":
@@ -54,9 +55,14 @@ class ParsedToolCall:
             raise ValueError(str(error)) from None
         return cls(name, text, f"call_{new_token()}")
 
+    @classmethod
+    def cut(cls, name: str, arguments: str) -> "ParsedToolCall":
+        return cls(name, arguments, f"call_{new_token()}", is_cut=True)
+
     def message(self) -> dict[str, Any]:
         """The call in the form that chat templates expect."""
-        function = {"name": self.name, "arguments": orjson.loads(self.arguments)}
+        arguments = self.arguments if self.is_cut else orjson.loads(self.arguments)
+        function = {"name": self.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -143,11 +149,13 @@ class FirstCallParser:
 class TaggedParser:
     """Parses calls between two tags. White space around the tags belongs to the markup."""
 
-    def __init__(self, begin: str, end: str, read: Read) -> None:
-        """`end` is empty if the call extends to the answer's end."""
+    def __init__(self, begin: str, end: str, read: Read, read_cut: Read | None = None) -> None:
+        """`end` is empty if the call extends to the answer's end. `read_cut` reads a call in which
+        the answer ended; None: its start is text."""
         self._begin = begin
         self._end = end
         self._read = read
+        self._read_cut = read if read_cut is None else read_cut
         self._held = ""
         self._gap = ""  # white space before the opening tag
         self._is_inside = False
@@ -170,7 +178,8 @@ class TaggedParser:
             inner, found, after = self._held.partition(self._end) if self._end else ("", "", "")
             if not found:
                 if len(self._held) > _MAX_CALL:
-                    yield from self.finish()
+                    inner, self._held, self._is_inside = self._held, "", False
+                    yield from self._call(inner, "")
                 return
             self._held, self._is_inside = after, False
             yield from self._call(inner, self._end)
@@ -179,12 +188,17 @@ class TaggedParser:
         held, is_inside = self._held, self._is_inside
         self._held, self._is_inside = "", False
         if is_inside:
-            yield from self._call(held, "")
+            calls = _calls_in(held, self._read) or _calls_in(held, self._read_cut)
+            yield from self._found(calls, held, "")
         elif held:
             yield TextDelta(held)
 
     def _call(self, inner: str, end: str) -> Iterator[Event]:
-        calls = _calls_in(inner, self._read)
+        return self._found(_calls_in(inner, self._read), inner, end)
+
+    def _found(
+        self, calls: Sequence[ParsedToolCall] | None, inner: str, end: str
+    ) -> Iterator[Event]:
         if calls is None:
             yield TextDelta(f"{self._gap}{self._begin}{inner}{end}")
         else:

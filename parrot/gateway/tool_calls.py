@@ -60,6 +60,7 @@ _MAX_PYTHON = 2**14  # Characters of a pythonic call. A longer one is text.
 _MAX_DEPTH = 64  # Nesting levels of a Gemma call's arguments. A deeper one is text.
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[\s;]*")
+_CUT_CALL = re.compile(r'\s*\{"name": ("(?:[^"\\]|\\.)*"), "arguments": (\{.*)', re.DOTALL)
 _DEEPSEEK_CALL = re.compile(
     r"\s*<｜tool▁call▁begin｜>(?:function<｜tool▁sep｜>(?P<typed>[^\n<]+)\n```json\n(?P<fenced>.*?)\n```\s*"
     r"|(?P<name>[^\n<]+)<｜tool▁sep｜>(?P<bare>.*?))<｜tool▁call▁end｜>\s*",
@@ -125,6 +126,22 @@ def _end_of_gap(text: str, begin: int) -> int:
     gap = _GAP.match(text, begin)
     assert gap is not None  # it may be empty
     return gap.end()
+
+
+def read_cut(text: str) -> list[ParsedToolCall] | None:
+    """Reads a call in the form that the grammar of described tools enforces, but which ends after
+    its name."""
+    found = _CUT_CALL.fullmatch(text)
+    if found is None:
+        return None
+    name, arguments = orjson.loads(found[1]), found[2]
+    try:
+        value, end = _DECODER.raw_decode(arguments)
+    except (ValueError, RecursionError):
+        return [ParsedToolCall.cut(name, arguments)]
+    # The arguments are complete if only a part of the closing text is missing.
+    is_whole = f"}}\n{_TAGS[1]}".startswith(arguments[end:])
+    return [ParsedToolCall.of(name, value)] if is_whole else None
 
 
 def read_deepseek(text: str) -> list[ParsedToolCall] | None:
@@ -453,7 +470,7 @@ _FAMILIES = (
         CallMarkup("", between=', "parameters": '),
     ),
 )
-_DESCRIBED = Family((), lambda functions: TaggedParser(*_TAGS, read_json), DESCRIBED)
+_DESCRIBED = Family((), lambda functions: TaggedParser(*_TAGS, read_json, read_cut), DESCRIBED)
 """For models whose template has no tool format."""
 
 
@@ -485,14 +502,18 @@ def constrained_calls(
     rules: CallRules,
     model: str,
     tokenizer: ModelTokenizer | None,
+    room: int,
 ) -> Sequence[SamplingConfig]:
     """The samplings, with grammars that make calls obey the rules. An existing constraint applies
-    to answers without calls. Raises `UnsupportedField` and `InvalidRequest`."""
+    to answers without calls. `room`: tokens that the engines can generate after the prompt. Raises
+    `UnsupportedField` and `InvalidRequest`."""
     family = _family(model, tokenizer)
-    return [_constrained(sampling, rules, family) for sampling in samplings]
+    return [_constrained(sampling, rules, family, room) for sampling in samplings]
 
 
-def _constrained(sampling: SamplingConfig, rules: CallRules, family: Family) -> SamplingConfig:
+def _constrained(
+    sampling: SamplingConfig, rules: CallRules, family: Family, room: int
+) -> SamplingConfig:
     is_described = family is _DESCRIBED
     if not (rules.constrains or is_described) and sampling.json_schema is None:
         return sampling
@@ -506,12 +527,25 @@ def _constrained(sampling: SamplingConfig, rules: CallRules, family: Family) -> 
     if isinstance(schema, str):
         raise UnsupportedField("with tools a schema must be an object", param="response_format")
     try:
-        grammar = call_grammar(family.markup, rules, schema)
+        if is_described and rules.must_call:
+            grammar = _one_call(rules, min(sampling.max_gen_length, room))
+        else:
+            grammar = call_grammar(family.markup, rules, schema)
     except InvalidRequest:
         if rules.constrains or not is_described:
             raise
         grammar = loose_grammar(family.markup, rules, schema)
     return sampling.model_copy(update=_FREE | {"grammar": grammar})
+
+
+def _one_call(rules: CallRules, max_tokens: int) -> str:
+    """The grammar of one call that ends within `max_tokens`. A model without tool training repeats
+    a call, and does not end a string. Raises `InvalidRequest`."""
+    one = replace(rules, may_call_many=False)
+    try:
+        return call_grammar(DESCRIBED, one, max_tokens=max_tokens)
+    except InvalidRequest:  # The bounds may make the grammar too long.
+        return call_grammar(DESCRIBED, one)
 
 
 def _family(model: str, tokenizer: ModelTokenizer | None) -> Family:

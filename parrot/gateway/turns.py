@@ -58,6 +58,7 @@ from parrot.protocol.public import (
     VarGetResponse,
 )
 from parrot.protocol.sampling import (
+    MAX_GEN_LENGTH,
     NEUTRAL_SAMPLING,
     DefaultSampling,
     Logprobs,
@@ -84,6 +85,7 @@ from parrot.serve.tenants.limits import num_bytes
 
 PromptSource = Sequence[Message] | str
 
+_CHARS_PER_TOKEN = 2  # Of a prompt, to estimate its tokens. A larger value leaves calls more room.
 _TOKEN_BYTES = 40  # Bytes that one token of a token prompt counts for the quota.
 
 
@@ -279,10 +281,12 @@ class Turns:
             text = f"`parrot.output` needs one answer, but `n` is {len(request.samplings)}"
             raise InvalidRequest(text, param="parrot.output")
         tokenizer = self._core.fleet.tokenizer(request.model)
+        longest = None
         if request.calls is not None and tokenizer is not None:
             self._require_calls(request.model, tokenizer)
+            longest = self._longest(request.model)
         marked = mark_placeholders(request.prompt, list(chain.inputs))
-        rendered = rendered_turn(request, marked.prompt, tokenizer)
+        rendered = rendered_turn(request, marked.prompt, tokenizer, longest)
         session = self._session_of(request, chain)
         self._core.tasks.require_room(session.tenant)
         inputs = {
@@ -403,9 +407,11 @@ class Turns:
         is_text = tokenizer is None and not isinstance(request.prompt, str)
         if is_text and self._takes_messages(request.model):
             return served_turn(request)
+        longest = None
         if request.calls is not None and tokenizer is not None:
             self._require_calls(request.model, tokenizer)
-        return rendered_turn(request, request.prompt, tokenizer)
+            longest = self._longest(request.model)
+        return rendered_turn(request, request.prompt, tokenizer, longest)
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
@@ -496,18 +502,30 @@ def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
     return variable
 
 
+def _room(prompt: str, longest: int | None) -> int:
+    """An estimate of the tokens that fit after a prompt, if sequences have up to `longest`."""
+    if longest is None:
+        return MAX_GEN_LENGTH
+    return max(longest - len(prompt) // _CHARS_PER_TOKEN, longest // 4)
+
+
 def rendered_turn(
-    request: TurnRequest, prompt: PromptSource, tokenizer: ModelTokenizer | None
+    request: TurnRequest,
+    prompt: PromptSource,
+    tokenizer: ModelTokenizer | None,
+    longest: int | None,
 ) -> Rendered:
-    """The prompt rendered by ServeCore. Raises `UnsupportedField` and `InvalidRequest`."""
+    """The prompt rendered by ServeCore. `longest`: tokens of the longest sequence; None: unknown.
+    Raises `UnsupportedField` and `InvalidRequest`."""
     options, model = request.options, request.model
     make_parser: Callable[[], AnswerParser] = PlainParser
     if tools := options.get("tools"):
         make_parser = answer_parser(tools, model, tokenizer)
+    shown = transcript_of(prompt, options, model, tokenizer)
     samplings = request.samplings
     if request.calls is not None:
-        samplings = constrained_calls(samplings, request.calls, model, tokenizer)
-    shown = transcript_of(prompt, options, model, tokenizer)
+        room = _room(shown.text, longest)
+        samplings = constrained_calls(samplings, request.calls, model, tokenizer, room)
     if request.may_reason and tokenizer is not None and tokenizer.chat is not None:
         make_parser = with_reasoning(make_parser, tokenizer.chat.source, shown.text)
     return Rendered(shown, samplings, make_parser)

@@ -11,8 +11,10 @@ from typing import Any
 
 from parrot.protocol.errors import InvalidRequest
 from parrot.protocol.sampling import MAX_GRAMMAR
+from parrot.utils.bounded_schemas import bounded_schema
 from parrot.utils.json_schemas import exact_schema
 
+_MARKUP_TOKENS = 16  # Tokens of a call's tags. More leave less space for its arguments.
 _MAX_NAME = 100  # Characters of a name in an error message.
 # Keywords that can allow properties which `properties` does not name.
 _OPENING = frozenset(
@@ -62,11 +64,17 @@ class CallRules:
         return any(function.get("strict") for function in self.functions)
 
 
-def call_grammar(markup: CallMarkup, rules: CallRules, schema: Any = None) -> str:
+def call_grammar(
+    markup: CallMarkup, rules: CallRules, schema: Any = None, *, max_tokens: int | None = None
+) -> str:
     """The grammar of answers. `schema`: the JSON schema of an answer without calls; None: any text.
-    Raises `InvalidRequest` if the grammar is too long or a schema cannot be enforced exactly."""
+    `max_tokens`: strings, numbers, arrays and objects that have no bound receive one, so that a
+    call ends within this number of tokens. None: no bounds. Raises `InvalidRequest` if the grammar
+    is too long or a schema cannot be enforced exactly."""
     names = " | ".join(f"f{i}" for i in range(len(rules.functions)))
-    lines = [_function(i, function, markup) for i, function in enumerate(rules.functions)]
+    lines = [
+        _function(i, function, markup, max_tokens) for i, function in enumerate(rules.functions)
+    ]
     return _grammar(markup, rules, schema, [f"named: {names}", *lines])
 
 
@@ -119,7 +127,7 @@ def _shown_name(function: Function, markup: CallMarkup) -> str:
     return json.dumps(name, ensure_ascii=False) if markup.quotes_names else name
 
 
-def _function(index: int, function: Function, markup: CallMarkup) -> str:
+def _function(index: int, function: Function, markup: CallMarkup, max_tokens: int | None) -> str:
     """The grammar rule for a call of one function."""
     given = function.get("parameters")
     schema: Mapping[str, Any] = {"type": "object"} | (given if isinstance(given, dict) else {})
@@ -128,7 +136,11 @@ def _function(index: int, function: Function, markup: CallMarkup) -> str:
     begin = _text(f"{markup.label}{_shown_name(function, markup)}{markup.between}")
     whose = f"tool {json.dumps(function['name'], ensure_ascii=False)}"
     lenient = not function.get("strict")
-    arguments = _json(schema, whose, "tools", lenient=lenient, is_tight=markup.is_tight)
+    if max_tokens is not None:
+        max_tokens = max(1, max_tokens - _MARKUP_TOKENS - len(begin) // 2)
+    arguments = _json(
+        schema, whose, "tools", lenient=lenient, is_tight=markup.is_tight, max_tokens=max_tokens
+    )
     return f"f{index}: {begin} {arguments}"
 
 
@@ -149,9 +161,12 @@ def _json(
     *,
     lenient: bool = False,
     is_tight: bool = False,
+    max_tokens: int | None = None,
 ) -> str:
     try:
         exact = exact_schema(schema, MAX_GRAMMAR, lenient=lenient, is_tight=is_tight)
+        if max_tokens is not None:
+            exact = bounded_schema(exact, max_tokens)
     except ValueError as error:
         text = f"the schema of {whose[:_MAX_NAME]} cannot be enforced: {error}"
         raise InvalidRequest(text, param=param) from None

@@ -3,6 +3,7 @@
 The first turn must call, since so small a model seldom chooses a tool itself. The second turn gets
 the result, and may call or answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -166,3 +167,87 @@ def test_anthropics_client(embedded_cluster: Cluster) -> None:
         answer = stream.get_final_message()
     assert answer.content
     assert answer.usage.cache_read_input_tokens > first.usage.input_tokens
+
+
+STRING = {"type": "string"}
+MAIL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"to": {"type": "array", "items": STRING}, "body": STRING},
+    "required": ["to", "body"],
+}
+FREE: dict[str, Any] = {"mail": MAIL, "note": {"type": "object", "properties": {"text": STRING}}}
+FREE_TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in FREE.items()
+]
+MAIL_CHOICE: Any = {"type": "function", "function": {"name": "mail"}}
+
+
+async def test_a_required_call_ends_within_the_limit(embedded_cluster: Cluster) -> None:
+    """The model repeats itself in strings and arrays that their schema does not bound."""
+    url = f"{embedded_cluster.core_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
+        answers = await asyncio.gather(
+            *(
+                client.chat.completions.create(
+                    model="embedded",
+                    messages=[{"role": "user", "content": asked}],
+                    tools=FREE_TOOLS,
+                    tool_choice=choice,
+                    max_tokens=90,
+                    temperature=0,
+                )
+                for asked in ("Look up who wrote Moby Dick.", "Tell Anna I am ill.")
+                for choice in ("required", MAIL_CHOICE)
+            )
+        )
+    for answer in answers:
+        (choice,) = answer.choices
+        assert choice.finish_reason == "tool_calls"
+        assert not choice.message.content
+        (call,) = choice.message.tool_calls
+        jsonschema.validate(json.loads(call.function.arguments), FREE[call.function.name])
+
+
+def test_a_call_that_the_limit_cuts(embedded_cluster: Cluster) -> None:
+    import anthropic
+
+    client = client_of(embedded_cluster)
+    asked = {"role": "user", "content": "Buy milk."}
+    given: dict[str, Any] = {"model": "embedded", "temperature": 0}
+    limit = 22
+    for stream in (False, True):
+        made = client.chat.completions.create(
+            messages=[asked], tools=FREE_TOOLS, tool_choice=MAIL_CHOICE, max_tokens=limit,
+            stream=stream, **given,
+        )  # fmt: skip
+        if stream:
+            choices = [chunk.choices[0] for chunk in made if chunk.choices]
+            (call,) = [call for choice in choices for call in choice.delta.tool_calls or ()]
+            said = "".join(choice.delta.content or "" for choice in choices)
+        else:
+            choices = made.choices
+            (call,), said = choices[0].message.tool_calls, choices[0].message.content
+        assert (choices[-1].finish_reason, call.function.name, said or "") == ("length", "mail", "")
+        assert call.function.arguments.startswith("{")
+    flat = {"type": "function", "name": "mail", "parameters": MAIL}
+    response = client.responses.create(
+        input="Buy milk.", tools=[flat], tool_choice="required", max_output_tokens=limit, **given
+    )
+    (item,) = response.output
+    assert (response.status, item.type, item.status) == (
+        "incomplete",
+        "function_call",
+        "incomplete",
+    )
+    vendor = anthropic.Anthropic(base_url=embedded_cluster.core_url, api_key="any", max_retries=0)
+    message = vendor.messages.create(
+        model="embedded",
+        messages=[asked],
+        max_tokens=limit,
+        tools=[{"name": "mail", "input_schema": MAIL}],
+        tool_choice={"type": "any"},
+        extra_body={"temperature": 0},
+    )
+    (block,) = message.content
+    assert (message.stop_reason, block.type, block.name) == ("max_tokens", "tool_use", "mail")

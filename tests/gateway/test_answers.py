@@ -13,10 +13,11 @@ from parrot.gateway.answers import (
     FirstCallParser,
     ParsedToolCall,
     PlainParser,
+    TaggedParser,
     WholeAnswer,
     read_answer,
 )
-from parrot.gateway.tool_calls import tool_family
+from parrot.gateway.tool_calls import read_cut, read_json, tool_family
 
 HERMES, LLAMA, MISTRAL = "<tool_call>", '{"name": f, "parameters": args}', "[TOOL_CALLS]"
 DEEPSEEK, FENCED = "<｜tool▁sep｜>", "<｜tool▁sep｜>...```json"
@@ -312,3 +313,24 @@ def test_the_message_of_an_answer() -> None:
 
 def test_templates_without_tools() -> None:
     assert tool_family("{% for m in messages %}{{ m.content }}{% endfor %}") is None
+
+
+@pytest.mark.parametrize(
+    ("inner", "arguments"),
+    [
+        ('{"name": "look", "arguments": {"at": "sk', '{"at": "sk'),
+        ('\n{"name": "look", "arguments": {', "{"),
+        ('{"name": "look", "argum', None),
+        (f"{CALL}\n</tool", '{"at":"sky"}'),
+    ],
+)
+def test_a_call_that_the_limit_cuts(inner: str, arguments: str | None) -> None:
+    text = f"I look.\n<tool_call>{inner}"
+    answer = read_answer(TaggedParser("<tool_call>", "</tool_call>", read_json, read_cut), text)
+    if arguments is None:
+        assert answer.text == text
+        assert not answer.calls
+        return
+    (call,) = answer.calls
+    assert (answer.text, call.name, call.arguments) == ("I look.", "look", arguments)
+    assert call.is_cut is (inner[-1] != "l")

@@ -375,4 +375,5 @@ def _tool_call(call: ParsedToolCall) -> Json:
 
 
 def _finish_reason(answer: WholeAnswer, value: VarGetResponse) -> str | None:
-    return "tool_calls" if answer.calls else value.finish_reason
+    is_calling = answer.calls and not answer.calls[-1].is_cut
+    return "tool_calls" if is_calling else value.finish_reason

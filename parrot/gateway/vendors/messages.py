@@ -324,7 +324,8 @@ class Messages:
         self._turns.remember(turn, 0, answer.message())
         content: list[Json] = [_thinking(answer.reasoning)] if answer.reasoning else []
         content += [{"type": "text", "text": answer.text}] if answer.text else []
-        content += [_tool_use(call, orjson.loads(call.arguments)) for call in answer.calls]
+        for call in answer.calls:
+            content.append(_tool_use(call, {} if call.is_cut else orjson.loads(call.arguments)))
         ended = _ended(answer, value)
         return orjson.dumps(frame | {"content": content} | ended | {"usage": _usage(value.usage)})
 
@@ -421,7 +422,7 @@ def _tool_use(call: ParsedToolCall, arguments: object) -> Json:
 
 def _ended(answer: WholeAnswer, value: VarGetResponse) -> Json:
     """The stop reason, and the stop sequence that ended the message, if any."""
-    if answer.calls:
+    if answer.calls and not answer.calls[-1].is_cut:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if value.stop_string is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": value.stop_string}

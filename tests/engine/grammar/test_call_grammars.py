@@ -5,6 +5,7 @@ import json
 import random
 from typing import Any
 
+import jsonschema
 import pytest
 
 from parrot.engine.grammar.constraint import Constraint
@@ -196,3 +197,43 @@ def test_arguments_that_may_be_any_object() -> None:
         constraint = asyncio.run(COMPILER.constraint(SamplingConfig(grammar=grammar)))
         assert constraint is not None
         assert accepts(constraint, text) is is_right
+
+
+STRING = {"type": "string"}
+FREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "text": STRING,
+        "tags": {"type": "array", "items": STRING},
+        "count": {"type": "integer"},
+        "score": {"type": "number", "minimum": 0},
+        "maybe": {"anyOf": [STRING, {"type": "null"}]},
+        "more": {"type": "object"},
+        "any": {},
+        "by_name": {"type": "object", "additionalProperties": {"type": "integer"}},
+        "node": {"$ref": "#/$defs/node"},
+    },
+    "required": ["text", "tags", "count", "score", "maybe", "more", "any", "by_name", "node"],
+    "$defs": {"node": {"type": "object", "properties": {"name": STRING, "n": {"type": "number"}}}},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_bounded_call_ends_within_the_limit(seed: int, *, strict: bool) -> None:
+    """Random tokens seldom close a string, like a model that repeats itself."""
+    function = {"name": "save", "parameters": FREE, "strict": strict}
+    rules = CallRules([function], must_call=True, may_call_many=False)
+    grammar = call_grammar(DESCRIBED, rules, max_tokens=600)
+    constraint = asyncio.run(COMPILER.constraint(SamplingConfig(grammar=grammar)))
+    assert constraint is not None
+    rng, ids = random.Random(seed), list[int]()
+    while not constraint.is_complete and len(ids) < 600:
+        token = rng.choice(allowed(constraint, len(ids)) or [EOS])
+        if token == EOS:
+            break
+        constraint.take(len(ids), token)
+        ids.append(token)
+    assert len(ids) < 600
+    (call,) = read_answer(HERMES.make_parser([]), TOKENIZER.decode(ids)).calls
+    jsonschema.validate(json.loads(call.arguments), FREE)

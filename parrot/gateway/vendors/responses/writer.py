@@ -165,7 +165,8 @@ class ResponseWriter:
         kind = "response.function_call_arguments"
         yield self._of_item(f"{kind}.delta", **named, delta=call.arguments)
         yield self._of_item(f"{kind}.done", **named, name=call.name, arguments=call.arguments)
-        yield from self._add_item(item | {"status": "completed", "arguments": call.arguments})
+        status = "incomplete" if call.is_cut else "completed"
+        yield from self._add_item(item | {"status": status, "arguments": call.arguments})
 
     def _add_item(self, item: Json) -> Iterator[Json]:
         done = self._of_item("response.output_item.done", item=item)
@@ -254,7 +255,8 @@ def replayed_events(response: Json) -> Iterator[Json]:
 
 def _parts_of(item: Json) -> Iterator[Part]:
     if item["type"] == "function_call":
-        yield ParsedToolCall(item["name"], item["arguments"], item["call_id"])
+        is_cut = item["status"] == "incomplete"
+        yield ParsedToolCall(item["name"], item["arguments"], item["call_id"], is_cut)
     for content in item.get("content", ()):
         if item["type"] == "reasoning":
             yield ReasoningDelta(content["text"])
