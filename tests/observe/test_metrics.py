@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from parrot.engine.metrics import EngineMetrics, told
+from parrot.engine.metrics import EngineMetrics, observe_request
 from parrot.protocol.engine_api import (
     FinishReason,
     GenerateRequest,
@@ -56,7 +56,7 @@ def test_promtool_finds_nothing_in_the_metrics_of_an_engine() -> None:
 
 def engine_page() -> bytes:
     metrics = EngineMetrics("e", "m")
-    with told(_REQUEST, [metrics.count]) as answered:
+    with observe_request(_REQUEST, [metrics.count]) as answered:
         answered(
             GenerateResponse(
                 generated_text="ab",
@@ -66,7 +66,7 @@ def engine_page() -> bytes:
             )
         )
     for error in (ValueError, GeneratorExit):
-        with pytest.raises(error), told(_REQUEST, [metrics.count]):
+        with pytest.raises(error), observe_request(_REQUEST, [metrics.count]):
             raise error
     return metrics.render(RuntimeInfo(num_max_blocks=4, num_free_blocks=1, num_total_jobs=2))
 
