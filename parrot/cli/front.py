@@ -13,13 +13,10 @@ from parrot.engine.openai.upstream import NotServed, server_client
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.serve.config import UpstreamServer
 from parrot.upstreams.servers import engine_config
+from parrot.utils.addresses import is_url
 from parrot.utils.config import ConfigError, parse_config
 
 _PAUSE_S = 0.05  # Seconds between two questions whether ServeCore has a model.
-
-
-def is_url(text: str) -> bool:
-    return text.startswith(("http://", "https://"))
 
 
 def planned_servers(

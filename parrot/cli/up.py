@@ -24,6 +24,7 @@ from parrot.gateway.page.visitors import page_url
 from parrot.launch.configs import Config
 from parrot.protocol.public import ModelsResponse, ReadyResponse
 from parrot.serve.config import CoreConfig, core_settings
+from parrot.utils.addresses import is_url
 from parrot.utils.config import ConfigError, parse_config, read_config_object
 from parrot.utils.gpus import visible_gpus
 from parrot.utils.installation import sample_configs
@@ -62,7 +63,7 @@ def up(models: Sequence[str], options: UpOptions) -> None:
     restarted. `models`: one model, or URLs of servers."""
     try:
         core = _core(options)
-        if models[0].startswith(("http://", "https://")):
+        if is_url(models[0]):
             from parrot.cli.front import planned_servers  # Imports the openai engine.
 
             servers = planned_servers(models, options.api_key_file, options.ca_file)

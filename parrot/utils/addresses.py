@@ -15,6 +15,10 @@ def is_host(text: str) -> bool:
     return len(text) <= MAX_HOST_NAME and all(_LABEL.fullmatch(label) for label in labels)
 
 
+def is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
 def is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)

@@ -213,14 +213,20 @@ def _tls(config: OpenAIConfig) -> ssl.SSLContext | None:
 def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> HttpClient:
     """An HTTP client of the foreign server that raises Parrot's errors. Raises `ConfigError` if the
     key is missing or a file cannot be read."""
-    is_azure = config.instance.is_azure
     key = _api_key(config, environ)
+    return _client(config, key, _tls(config), ErrorTranslator(key))
+
+
+def _client(
+    config: OpenAIConfig, key: str | None, tls: ssl.SSLContext | None, errors: ErrorTranslator
+) -> HttpClient:
+    is_azure = config.instance.is_azure
     return HttpClient(
         _base_url(config),
         bearer_token=None if is_azure else key,
         headers={"api-key": key} if is_azure and key else None,
-        read_error=ErrorTranslator(key).read,
-        tls=_tls(config),
+        read_error=errors.read,
+        tls=tls,
     )
 
 
@@ -241,15 +247,15 @@ class Upstream:
 
     def __init__(self, config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> None:
         instance = config.instance
-        key = _api_key(config, environ)
+        key, tls = _api_key(config, environ), _tls(config)
         self._translator = ErrorTranslator(key)
         self._target = _target(config)
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
-        self._http = server_client(config, environ)
+        self._http = _client(config, key, tls, self._translator)
         self._root = HttpClient(
             self._http.base_url.removesuffix("/v1"),
             bearer_token=None if instance.is_azure else key,
-            tls=_tls(config),
+            tls=tls,
         )
         self._instance = instance
         self._given = None if instance.server is None else DIALECTS[instance.server]
