@@ -10,10 +10,11 @@ import pytest
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.engine_types import create_service
 from parrot.engine.service import EngineService
-from parrot.protocol.engine_api import GenerateRequest, GenerateResponse, TokenizerResponse
-from parrot.protocol.engine_client import EngineClient, OnChunk
+from parrot.protocol.engine_api import GenerateRequest, GenerateResponse
+from parrot.protocol.engine_client import OnChunk
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.graph.nodes import Completion
+from parrot.upstreams.hosted_engine import HostedEngine
 from tests.serve.execution.world import World
 from tests.support.tiny_model import make_tiny_model
 
@@ -21,27 +22,21 @@ NUM_TOKENS, NUM_BEFORE = 24, 8
 Join = Callable[..., Coroutine[Any, Any, "HaltingEngine"]]
 
 
-class HaltingEngine(EngineClient):
+async def has_no_server() -> None:
+    """The engine computes by itself."""
+
+
+class HaltingEngine(HostedEngine):
     """A service in this process. Each output halts after `num_chunks` chunks; None: never."""
 
     def __init__(self, service: EngineService, name: str, num_chunks: int | None) -> None:
+        super().__init__(service, name, has_no_server)
         self.service, self.num_chunks = service, num_chunks
         self.info = service.engine_info().model_copy(
             update={"engine_name": name, "host": "127.0.0.1", "port": 9001}
         )
         self.requests: list[GenerateRequest] = []
         self.halted: asyncio.Queue[None] = asyncio.Queue()
-
-    async def close(self) -> None:
-        await self.service.close()
-
-    async def tokenizer(self) -> TokenizerResponse:
-        found = self.service.tokenizer()
-        assert found is not None
-        return found
-
-    async def free_contexts(self, context_ids: Sequence[int]) -> int:
-        return await self.service.free_contexts(context_ids)
 
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
@@ -62,7 +57,7 @@ class HaltingEngine(EngineClient):
 
 @pytest.fixture
 async def world() -> AsyncIterator[World]:
-    """Without reuse: what is compared must have been computed."""
+    """A world without reuse of results, so that each output is computed."""
     world = World(reuse_results=False)
     yield world
     world.dispatcher.check_integrity()
@@ -78,7 +73,7 @@ def join(world: World, tmp_path: Path) -> Join:
         service = create_service(BuiltinConfig.model_validate(config))
         await service.start()
         engine = HaltingEngine(service, name, num_chunks)
-        await world.join(engine)  # type: ignore[arg-type]  # it has what the dispatcher calls
+        await world.join(engine)  # type: ignore[arg-type]  # An engine client, as a fake engine is.
         return engine
 
     return join
