@@ -26,6 +26,7 @@ from parrot.engine.attention.work_list import StepRows, plan_work
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.tensors import tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.runner_driver import Driver
@@ -84,7 +85,7 @@ def embedded() -> Subject:
 def random_model(config: dict[str, Any]) -> Subject:
     """Weights with which a layer adds about as much as there is."""
     spec = spec_from_config(config, "a random model")
-    shapes = spec.tensor_shapes()
+    shapes = {name: plan.shape for name, plan in tensor_plans(spec).items()}
 
     def take(name: str, dtype: torch.dtype) -> torch.Tensor:
         if "norm" in name:
@@ -103,7 +104,9 @@ def logits_of(model: Decoder, text: list[int], quantised: bool) -> torch.Tensor:
     """Float32 [tokens, vocab], as if token by token: attention reads what the pool has."""
     num_blocks = -(-len(text) // BLOCK_SIZE)
     layout = KVLayout.of(model.spec, BLOCK_SIZE, model.dtype, quantised=quantised)
-    attention = TorchAttention(KVCache(layout, num_blocks, CPU).pooled, model.spec.num_heads)
+    attention = TorchAttention(
+        KVCache(layout, num_blocks, CPU).pooled, model.spec.attention.num_heads
+    )
     tables = np.arange(num_blocks + 1, dtype=np.int32)[None] % num_blocks
     step = StepRows(tables, np.zeros(1, dtype=np.int32), np.array([len(text)], dtype=np.int32))
     plan = attention.plan(plan_work(step, attention.shape, None, WHOLE_SPANS), step)

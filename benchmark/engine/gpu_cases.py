@@ -12,6 +12,7 @@ from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.models.tensors import OWN, tensor_plans
 from parrot.protocol.sampling import ResolvedSampling
 
 Row = dict[str, Any]
@@ -74,16 +75,16 @@ class Shape:
     @classmethod
     def of(cls, model: str, *, quantised: bool = False) -> "Shape":
         spec = spec_from_config(KNOWN_SHAPES[model], model)
-        sizes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
-        embed = sizes[f"{spec.names.embed}.weight"]
+        sizes = {name: math.prod(plan.shape) for name, plan in tensor_plans(spec).items()}
+        embed, heads = sizes[f"{OWN.embed}.weight"], spec.attention
         head = 0 if spec.tie_embeddings else embed
-        row_bytes = spec.head_dim + 1 if quantised else 2 * spec.head_dim
+        row_bytes = heads.head_dim + 1 if quantised else 2 * heads.head_dim
         return cls(
             weight_bytes=2 * (sum(sizes.values()) - head),
-            token_bytes=2 * spec.num_layers * spec.num_kv_heads * row_bytes,
+            token_bytes=2 * spec.num_layers * heads.num_kv_heads * row_bytes,
             layer_weights=sum(sizes.values()) - embed - head,
             num_layers=spec.num_layers,
-            q_width=spec.num_heads * spec.head_dim,
+            q_width=heads.num_heads * heads.head_dim,
         )
 
     def decode_floor_ms(self, case: Decode) -> float:

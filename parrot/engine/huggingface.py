@@ -367,7 +367,7 @@ def _from_gguf(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         None,
         config=model_class.config_class(**given),
         trust_remote_code=False,
-        state_dict={name: checkpoint.take(name) for name in checkpoint.shapes},
+        state_dict={name: checkpoint.take(name) for name in checkpoint.plans},
         dtype=dtype,
     )
 

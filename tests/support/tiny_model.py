@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.tensors import source_shapes, tensor_plans
 from tests.support.byte_tokenizer import plain_byte_tokenizer
 
 _WEIGHT_STD = 0.2
@@ -83,7 +84,7 @@ def make_tiny_model(
 
 def _random_tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = spec_from_config(config, "tiny model").tensor_shapes()
+    shapes = source_shapes(tensor_plans(spec_from_config(config, "tiny model")))
     tensors = {
         name: torch.empty(shape).normal_(0.0, _WEIGHT_STD, generator=generator)
         for name, shape in sorted(shapes.items())

@@ -24,6 +24,7 @@ from parrot.engine.cpu.attention import (
 from parrot.engine.cpu.native import Kernels, RowKernel
 from parrot.engine.models.decoder import Attend, Decoder
 from parrot.engine.models.layers import Norm, RMSNorm, inverse_frequencies
+from parrot.engine.models.spec import LayerSpec, is_default
 
 # Most rows of a step for `FewRowsDecoder`. With more rows the matrix products take most of the
 # time, and `ManyRowsDecoder` divides the other operations among torch's threads.
@@ -34,6 +35,16 @@ _WIDTH_MULTIPLE = 16  # The kernels need widths that are multiples of this numbe
 # Steps whose sequences share more KV tokens than this use torch's attention, which reads shared KV
 # once. Its speed equals the kernels' for 16 forks of 2,048 tokens, and is 1.4 times for 8,000.
 _MAX_SHARED_TOKENS = 1 << 15
+
+
+# The fields of specs that the kernels handle.
+_HANDLED = (
+    *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
+    *("names", "tie_embeddings", "final_norm", "sliding_window"),
+)
+_HANDLED_BY_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "o_bias"),
+)
 
 
 class CompiledLayers:
@@ -92,16 +103,21 @@ def fits(model: Decoder, pool: PooledKV) -> bool:
     return (
         model.device.type == "cpu"
         and pool.exponents is None
-        and spec.rope is not None
-        and spec.norm == "rms"
-        and spec.gated
-        and spec.activation == "silu"
-        and spec.pre_norm
-        and spec.embed_dim is None
-        and not spec.names.positions
-        and spec.head_dim % HEAD_DIM_MULTIPLE == 0
+        and is_default(spec, except_for=_HANDLED)
+        and is_default(spec.norm, except_for=("eps",))
+        and len(spec.ropes) == len(spec.mlp_widths) == 1
         and spec.hidden_size % _WIDTH_MULTIPLE == 0
-        and spec.intermediate_size % _WIDTH_MULTIPLE == 0
+        and all(map(_fits_layer, spec.layers))
+    )
+
+
+def _fits_layer(layer: LayerSpec) -> bool:
+    return (
+        is_default(layer, except_for=("attention", "mlp"))
+        and is_default(layer.attention, except_for=_HANDLED_BY_ATTENTION)
+        and is_default(layer.mlp, except_for=("width", "bias"))
+        and layer.attention.head_dim % HEAD_DIM_MULTIPLE == 0
+        and layer.mlp.width % _WIDTH_MULTIPLE == 0
     )
 
 
@@ -111,25 +127,25 @@ class FewRowsDecoder:
     def __init__(self, model: Decoder, pool: PooledKV, kernels: Kernels) -> None:
         """`fits` must be true for model and pool. The kernels must have their type."""
         spec = model.spec
-        assert spec.rope is not None
         self._kernels = kernels
         self._embedded = model.embedded
         self._layers = model.layers
         self._attention = PagedAttention(
             pool,
-            spec.num_heads,
-            inverse_frequencies(spec.rope, spec.head_dim),
+            spec.attention.num_heads,
+            inverse_frequencies(spec.ropes[0], spec.attention.head_dim),
             [layer.head_norm for layer in model.layers],
             kernels,
             MAX_ROWS,
         )
         self._rows = np.zeros(layout.ROW_FIELDS, dtype=np.int64)
         self._rows[layout.WIDTH] = spec.hidden_size
-        self._rows[layout.GATED_WIDTH] = spec.intermediate_size
-        self._rows.view(np.float32)[2 * layout.EPS] = spec.norm_eps
+        (width,) = spec.mlp_widths
+        self._rows[layout.GATED_WIDTH] = width
+        self._rows.view(np.float32)[2 * layout.EPS] = spec.norm.eps
         self._residual = model.embed.new_empty(MAX_ROWS, spec.hidden_size)
         self._normed = torch.empty_like(self._residual)
-        self._gated = model.embed.new_empty(MAX_ROWS, spec.intermediate_size)
+        self._gated = model.embed.new_empty(MAX_ROWS, width)
         self._kept: list[object] = []  # Arrays whose addresses are in norms' blocks.
         self._norms = [
             (self._norm(layer.attn_norm), self._norm(layer.mlp_norm)) for layer in model.layers
@@ -173,12 +189,11 @@ class ManyRowsDecoder:
     def __init__(self, model: Decoder, kernels: Kernels) -> None:
         """`fits` must be true for the model. The kernels must have its type."""
         spec = model.spec
-        assert spec.rope is not None
         self._kernels = kernels.rows
         self._embedded = model.embedded
         self._layers = model.layers
-        self._spec = spec
-        self._frequencies = inverse_frequencies(spec.rope, spec.head_dim)
+        self._heads, self._eps = spec.attention, spec.norm.eps
+        self._frequencies = inverse_frequencies(spec.ropes[0], spec.attention.head_dim)
         self._norms = [
             (_weight(layer.attn_norm), _weight(layer.mlp_norm)) for layer in model.layers
         ]
@@ -191,13 +206,13 @@ class ManyRowsDecoder:
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Decoder.forward`."""
-        num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
+        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
         x = self._embedded(token_ids)
         angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
         angles = torch.cat((angles.cos(), angles.sin()), dim=1)
         for layer, (attn_norm, mlp_norm) in zip(self._layers, self._norms, strict=True):
             heads = layer.qkv(self._norm(x, attn_norm))
-            heads = heads.view(len(x), -1, self._spec.head_dim)
+            heads = heads.view(len(x), -1, self._heads.head_dim)
             rotated, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
             if layer.qk_norm is not None:
                 rotated = layer.qk_norm(rotated)
@@ -211,7 +226,7 @@ class ManyRowsDecoder:
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(x)
-        _run(self._kernels.norm_rows, x, out, weight, x.shape[1], eps=self._spec.norm_eps)
+        _run(self._kernels.norm_rows, x, out, weight, x.shape[1], eps=self._eps)
         return out
 
     def _gate(self, x: torch.Tensor) -> torch.Tensor:

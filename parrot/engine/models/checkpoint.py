@@ -27,6 +27,7 @@ from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.parallel import Part, Partition
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
+from parrot.engine.models.tensors import TensorPlan, num_weights, source_shapes, tensor_plans
 from parrot.engine.models.tokenizers import (
     folder_tokenizer,
     gguf_tokenizer,
@@ -77,7 +78,7 @@ class Checkpoint:
     source: str
     config: HFConfig
     spec: DecoderSpec
-    shapes: Mapping[str, tuple[int, ...]]
+    plans: Mapping[str, TensorPlan]  # By the decoder's names.
     tensors: TensorSource
     read_tokenizer: Callable[[], TokenizerResponse]  # May raise any exception.
     default_sampling: DefaultSampling
@@ -90,23 +91,27 @@ class Checkpoint:
     def take(
         self, name: str, device: torch.device = _CPU, part: Part | None = None
     ) -> torch.Tensor:
-        """A tensor on a device, in any dtype. Raises `ConfigError` for a wrong shape."""
-        tensor = self.tensors.get(name, device, part)
-        self._check(name, tensor, part)
+        """A tensor on a device, in any dtype. `name` is the decoder's.
+
+        Raises `ConfigError` for a wrong shape."""
+        plan = self.plans[name]
+        tensor = self.tensors.get(plan.source, device, part)
+        self._check(plan, tensor, part)
         return tensor
 
     def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
         """A matrix in the format of the source, if it is 4-bit; else None."""
-        matrix = self.tensors.four_bit(name)
+        plan = self.plans[name]
+        matrix = self.tensors.four_bit(plan.source)
         if matrix is not None:
-            self._check(name, matrix.codes)
+            self._check(plan, matrix.codes)
         return matrix if matrix is None or part is None else part.of_four_bit(matrix)
 
-    def _check(self, name: str, tensor: torch.Tensor, part: Part | None = None) -> None:
-        expected = self.shapes[name] if part is None else part.shape(self.shapes[name])
+    def _check(self, plan: TensorPlan, tensor: torch.Tensor, part: Part | None = None) -> None:
+        expected = plan.shape if part is None else part.shape(plan.shape)
         if tuple(tensor.shape) != expected:
             raise ConfigError(
-                f"{self.source}: tensor {name!r} has shape {list(tensor.shape)}, "
+                f"{self.source}: tensor {plan.source!r} has shape {list(tensor.shape)}, "
                 f"the configuration wants {list(expected)}"
             )
 
@@ -255,13 +260,14 @@ def _checkpoint(
     seed: int,
 ) -> Checkpoint:
     spec = spec_from_config(config, source)
-    shapes = spec.tensor_shapes()
+    plans = tensor_plans(spec)
+    shapes = source_shapes(plans)
     tensors = RandomTensors(shapes, seed) if tensors is None else tensors
     missing = sorted(name for name in shapes if name not in tensors)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
-    return Checkpoint(source, config, spec, shapes, tensors, load_tokenizer, default_sampling)
+    return Checkpoint(source, config, spec, plans, tensors, load_tokenizer, default_sampling)
 
 
 def _folder_or_word_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:
@@ -371,7 +377,7 @@ def _require_memory(
     source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
 ) -> None:
     free, total = torch.cuda.mem_get_info(device)
-    need = spec.num_weights * dtype.itemsize
+    need = num_weights(spec) * dtype.itemsize
     if need > free:
         raise ConfigError(
             f"{source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "

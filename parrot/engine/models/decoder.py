@@ -1,6 +1,6 @@
 """One decoder for all architectures. A `DecoderSpec` selects its parts."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,8 @@ from parrot.engine.models.layers import (
     rotate_,
 )
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
-from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from parrot.engine.models.tensors import OWN, num_weights
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,7 +54,7 @@ class DecoderLayer:
     """The parts of one layer, and its forward pass."""
 
     index: int
-    spec: DecoderSpec
+    spec: LayerSpec
     qkv: Linear
     out: Linear
     mlp: MLP
@@ -72,16 +73,18 @@ class DecoderLayer:
         norm = self.qk_norm
         if norm is None:
             return None
-        return HeadNorm(norm.weight[0], norm.weight[self.spec.num_heads], norm.eps)
+        return HeadNorm(norm.weight[0], norm.weight[self.spec.attention.num_heads], norm.eps)
 
     def __call__(
         self,
         x: torch.Tensor,
-        angles: Angles | None,
+        angles: Sequence[Angles],
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x [rows, hidden] -> [rows, hidden], or only the rows `rows`."""
+        """x [rows, hidden] -> [rows, hidden], or only the rows `rows`.
+
+        `angles`: of each of the decoder's ropes."""
         is_first = self.spec.pre_norm
         attended = self._attended(self.attn_norm(x) if is_first else x, angles, attend)
         if rows is not None:
@@ -92,14 +95,15 @@ class DecoderLayer:
         x = self.attn_norm(x)
         return self.mlp_norm(self.mlp(x, x))
 
-    def _attended(self, x: torch.Tensor, angles: Angles | None, attend: Attend) -> torch.Tensor:
-        num_heads, num_kv_heads = self.spec.num_heads, self.spec.num_kv_heads
-        heads = self.qkv(x).view(x.shape[0], -1, self.spec.head_dim)
+    def _attended(self, x: torch.Tensor, angles: Sequence[Angles], attend: Attend) -> torch.Tensor:
+        spec = self.spec.attention
+        num_heads, num_kv_heads = spec.num_heads, spec.num_kv_heads
+        heads = self.qkv(x).view(x.shape[0], -1, spec.head_dim)
         rotated, v = heads[:, :-num_kv_heads], heads[:, -num_kv_heads:]
         if self.qk_norm is not None:
             rotated = self.qk_norm(rotated)
-        if angles is not None:
-            rotate_(rotated, *angles)
+        if spec.rope is not None:
+            rotate_(rotated, *angles[spec.rope])
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         return attend(self.index, q, k, v)
 
@@ -125,24 +129,25 @@ class Decoder:
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
-        names = spec.names
         self.vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
-        self.embed = self._of_vocabulary(take(f"{names.embed}.weight"))
-        self._positions = take(f"{names.positions}.weight") if names.positions else None
+        self.embed = self._of_vocabulary(take(f"{OWN.embed}.weight"))
+        self._positions = None
+        if spec.position_offset is not None:
+            self._positions = take(f"{OWN.positions}.weight")[spec.position_offset :]
         self._project_in = self._project_out = None
         if spec.embed_dim is not None:
-            self._project_in = make_linear(take(f"{names.project_in}.weight"), None)
-            self._project_out = make_linear(take(f"{names.project_out}.weight"), None)
-        self._rope = Rope(spec.rope, spec.head_dim, device) if spec.rope is not None else None
+            self._project_in = make_linear(take(f"{OWN.project_in}.weight"), None)
+            self._project_out = make_linear(take(f"{OWN.project_out}.weight"), None)
+        self._ropes = [Rope(rope, spec.attention.head_dim, device) for rope in spec.ropes]
         self.layers = list(
             map_layers(
                 lambda i: _build_layer(spec, take, take_four_bit, ranks, i), range(spec.num_layers)
             )
         )
-        self.norm = _build_norm(spec, take, names.final_norm) if spec.final_norm else None
+        self.norm = _build_norm(spec, take, OWN.final_norm) if spec.final_norm else None
         head = self.embed
         if not spec.tie_embeddings:
-            head = self._of_vocabulary(take(f"{names.lm_head}.weight"))
+            head = self._of_vocabulary(take(f"{OWN.lm_head}.weight"))
         self.lm_head = make_linear(head, None)
 
     def _of_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
@@ -154,7 +159,7 @@ class Decoder:
         # A tied embedding counts twice if a packed copy exists. Weights that also exist with four
         # bits count twice as well.
         is_tied, (num_tokens, width) = self.spec.tie_embeddings, self.embed.shape
-        count = self.spec.num_weights
+        count = num_weights(self.spec)
         count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
         if is_tied and self.device.type == "cpu":
             count += self.embed.numel()
@@ -177,8 +182,8 @@ class Decoder:
         if self._project_in is not None:
             x = self._project_in(x)
         if self._positions is not None:
-            x = x.add_(F.embedding(positions + self.spec.position_offset, self._positions))
-        angles = None if self._rope is None else self._rope.angles(positions, self.dtype)
+            x = x.add_(F.embedding(positions, self._positions))
+        angles = [rope.angles(positions, self.dtype) for rope in self._ropes]
         for layer in self.layers[:-1]:
             x = layer(x, angles, attend)
         return self.layers[-1](x, angles, attend, rows)
@@ -218,9 +223,10 @@ def _build_layer(
     ranks: Ranks | None,
     index: int,
 ) -> DecoderLayer:
-    names = spec.names
+    layer = spec.layers[index]
+    attention, mlp = layer.attention, layer.mlp
     adds_bias = ranks is None or ranks.rank == 0  # A sum over ranks must contain the bias once.
-    prefix = names.layer.format(i=index)
+    prefix = OWN.layer.format(i=index)
 
     def linear(*parts: str, bias: bool) -> Linear:
         weights = [f"{prefix}.{part}.weight" for part in parts]
@@ -234,28 +240,30 @@ def _build_layer(
         own = linear(name, bias=bias and adds_bias)
         return own if ranks is None else SummedLinear(own, ranks)
 
-    ups = (names.gate, names.up) if spec.gated else (names.up,)
-    up, down = linear(*ups, bias=spec.mlp_bias), summed(names.down, bias=spec.mlp_bias)
+    ups = (OWN.gate, OWN.up) if mlp.gated else (OWN.up,)
+    up, down = linear(*ups, bias=mlp.bias), summed(OWN.down, bias=mlp.bias)
     return DecoderLayer(
         index=index,
-        spec=spec,
-        qkv=linear(names.q, names.k, names.v, bias=spec.qkv_bias),
-        out=summed(names.o, bias=spec.o_bias),
-        mlp=MLP(up, down, ACTIVATIONS[spec.activation], gated=spec.gated),
-        attn_norm=_build_norm(spec, take, f"{prefix}.{names.attn_norm}"),
-        mlp_norm=_build_norm(spec, take, f"{prefix}.{names.mlp_norm}"),
-        qk_norm=_build_qk_norm(spec, take, prefix) if spec.qk_norm else None,
+        spec=layer,
+        qkv=linear(OWN.q, OWN.k, OWN.v, bias=attention.qkv_bias),
+        out=summed(OWN.o, bias=attention.o_bias),
+        mlp=MLP(up, down, ACTIVATIONS[mlp.activation], gated=mlp.gated),
+        attn_norm=_build_norm(spec, take, f"{prefix}.{OWN.attn_norm}"),
+        mlp_norm=_build_norm(spec, take, f"{prefix}.{OWN.mlp_norm}"),
+        qk_norm=_build_qk_norm(spec, attention, take, prefix) if attention.qk_norm else None,
     )
 
 
 def _build_norm(spec: DecoderSpec, take: TakeTensor, name: str) -> Norm:
     weight = take(f"{name}.weight")
-    if spec.norm == "layer":
-        return LayerNorm(weight, take(f"{name}.bias"), spec.norm_eps)
-    return RMSNorm(weight, spec.norm_eps)
+    if spec.norm.kind == "layer":
+        return LayerNorm(weight, take(f"{name}.bias"), spec.norm.eps)
+    return RMSNorm(weight, spec.norm.eps)
 
 
-def _build_qk_norm(spec: DecoderSpec, take: TakeTensor, prefix: str) -> QKNorm:
-    q = take(f"{prefix}.{spec.names.q_norm}.weight").expand(spec.num_heads, -1)
-    k = take(f"{prefix}.{spec.names.k_norm}.weight").expand(spec.num_kv_heads, -1)
-    return QKNorm(torch.cat((q, k)), spec.norm_eps)
+def _build_qk_norm(
+    spec: DecoderSpec, attention: AttentionSpec, take: TakeTensor, prefix: str
+) -> QKNorm:
+    q = take(f"{prefix}.{OWN.q_norm}.weight").expand(attention.num_heads, -1)
+    k = take(f"{prefix}.{OWN.k_norm}.weight").expand(attention.num_kv_heads, -1)
+    return QKNorm(torch.cat((q, k)), spec.norm.eps)

@@ -26,6 +26,7 @@ from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
+from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
 
 
 class Forward(Protocol):
@@ -56,18 +57,35 @@ class Forward(Protocol):
 
 def make_forward(model: Decoder, max_positions: int) -> Forward:
     """The forward pass with fused kernels if the model allows it, else with plain torch."""
-    spec = model.spec
-    can_fuse = (
-        spec.rope is not None
-        and spec.norm == "rms"
-        and spec.gated
-        and spec.activation == "silu"
-        and spec.pre_norm
-        and spec.final_norm
-        and spec.embed_dim is None
-        and not spec.names.positions
+    fuses = can_fuse(model.spec)
+    return FusedDecoder(model, max_positions) if fuses else PlainDecoder(model)
+
+
+_HANDLED = (
+    *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
+    *("names", "tie_embeddings", "sliding_window"),
+)
+_HANDLED_BY_ATTENTION = (
+    *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "o_bias"),
+)
+
+
+def can_fuse(spec: DecoderSpec) -> bool:
+    """Whether the fused kernels compute all layers of a decoder."""
+    return (
+        is_default(spec, except_for=_HANDLED)
+        and is_default(spec.norm, except_for=("eps",))
+        and len(spec.ropes) == 1
+        and all(map(_can_fuse_layer, spec.layers))
     )
-    return FusedDecoder(model, max_positions) if can_fuse else PlainDecoder(model)
+
+
+def _can_fuse_layer(layer: LayerSpec) -> bool:
+    return (
+        is_default(layer, except_for=("attention", "mlp"))
+        and is_default(layer.attention, except_for=_HANDLED_BY_ATTENTION)
+        and is_default(layer.mlp, except_for=("width", "bias"))
+    )
 
 
 class PlainDecoder:
@@ -197,14 +215,13 @@ class FusedDecoder:
 
     def __init__(self, model: Decoder, max_positions: int) -> None:
         spec = model.spec
-        assert spec.rope is not None
         assert isinstance(model.norm, RMSNorm)
         self.vocabulary = model.vocabulary
         self._embed, self._embedded = model.embed, model.embedded
         self._layers = [_FusedLayer.of(layer) for layer in model.layers]
         self._norm = model.norm
         self._lm_head = _Weight.of(model.lm_head)
-        table = angle_table(spec.rope, spec.head_dim, max_positions)
+        table = angle_table(spec.ropes[0], spec.attention.head_dim, max_positions)
         self._cos_sin = table.to(model.device)
 
     def __call__(

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 
 from parrot.engine.models.ggml_blocks import BLOCK, FourBit
 from parrot.engine.models.layers import Linear
-from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from parrot.engine.models.tensors import OWN
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ class Ranks(Protocol):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, columns] -> [rows, size * columns], contiguous, in the order of ranks."""
         ...
+
+
+_LAYERS = OWN.layer.removesuffix("{i}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,43 +93,51 @@ class Partition:
     @cached_property
     def local_spec(self) -> DecoderSpec:
         """The spec with the heads and the inner width of one rank."""
-        spec, size = self.spec, self.ranks.size
+        return self.spec.with_layers(lambda _, layer: self._local_layer(layer))
+
+    def _local_layer(self, layer: LayerSpec) -> LayerSpec:
+        attention, mlp, size = layer.attention, layer.mlp, self.ranks.size
+        num_kv_heads = max(1, attention.num_kv_heads // size)
         return replace(
-            spec,
-            num_heads=spec.num_heads // size,
-            num_kv_heads=max(1, spec.num_kv_heads // size),
-            intermediate_size=spec.intermediate_size // size,
+            layer,
+            attention=replace(
+                attention, num_heads=attention.num_heads // size, num_kv_heads=num_kv_heads
+            ),
+            mlp=replace(mlp, width=mlp.width // size),
         )
 
     def part(self, name: str) -> Part | None:
-        """This rank's part of a tensor of the checkpoint; None for the whole tensor."""
-        names, spec = self.spec.names, self.spec
+        """This rank's part of a tensor, by the decoder's name; None for the whole tensor."""
         module, _, kind = name.rpartition(".")
-        before, _, _ = names.layer.partition("{i}")
-        own = module.removeprefix(before).partition(".")[2]  # The name after the layer's number.
-        q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        if own == names.q:
-            return self._even(0, q_width)
-        if own in (names.k, names.v):
-            return self._kv_part(kv_width)
-        if own in (names.gate, names.up):
-            return self._even(0, spec.intermediate_size)
-        if own in (names.o, names.down) and kind == "weight":
-            return self._even(1, q_width if own == names.o else spec.intermediate_size)
-        if module in (names.embed, names.lm_head):
+        if module in (OWN.embed, OWN.lm_head):
             return self._vocabulary_part()
+        if not module.startswith(_LAYERS):
+            return None
+        index, _, own = module.removeprefix(_LAYERS).partition(".")
+        layer = self.spec.layers[int(index)]
+        attention, width = layer.attention, layer.mlp.width
+        q_width = attention.num_heads * attention.head_dim
+        if own == OWN.q:
+            return self._even(0, q_width)
+        if own in (OWN.k, OWN.v):
+            return self._kv_part(attention)
+        if own in (OWN.gate, OWN.up):
+            return self._even(0, width)
+        if own in (OWN.o, OWN.down) and kind == "weight":
+            return self._even(1, q_width if own == OWN.o else width)
         return None
 
     def _even(self, dim: int, size: int) -> Part:
         share = size // self.ranks.size
         return Part(dim, self.ranks.rank * share, (self.ranks.rank + 1) * share, size)
 
-    def _kv_part(self, width: int) -> Part:
+    def _kv_part(self, whole: AttentionSpec) -> Part:
         """The KV heads of this rank's query heads."""
-        heads = self.local_spec.num_kv_heads
-        first = self.ranks.rank * self.spec.num_kv_heads // self.ranks.size
-        head_dim = self.spec.head_dim
-        return Part(0, first * head_dim, (first + heads) * head_dim, width)
+        size, head_dim = self.ranks.size, whole.head_dim
+        num_heads = max(1, whole.num_kv_heads // size)
+        first = self.ranks.rank * whole.num_kv_heads // size
+        width = whole.num_kv_heads * head_dim
+        return Part(0, first * head_dim, (first + num_heads) * head_dim, width)
 
     def _vocabulary_part(self) -> Part:
         size, share = self.spec.vocab_size, _tokens_of_rank(self.spec, self.ranks)
@@ -143,17 +155,21 @@ def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
     The error names the possible sizes."""
     if _can_divide(spec, size):
         return
-    fitting = [n for n in range(1, min(spec.num_heads, 64) + 1) if _can_divide(spec, n)]
+    heads = spec.attention
+    fitting = [n for n in range(1, min(heads.num_heads, 64) + 1) if _can_divide(spec, n)]
+    widths = " or ".join(map(str, sorted(spec.mlp_widths)))
     raise ConfigError(
-        f"`instance.tensor_parallel`: {source} has {spec.num_heads} heads, {spec.num_kv_heads} KV "
-        f"heads and an inner width of {spec.intermediate_size}, which {size} ranks cannot divide "
-        f"among them; set it to {', '.join(map(str, fitting))}"
+        f"`instance.tensor_parallel`: {source} has {heads.num_heads} heads, {heads.num_kv_heads} "
+        f"KV heads and an inner width of {widths}, which {size} ranks cannot divide among them; "
+        f"set it to {', '.join(map(str, fitting))}"
     )
 
 
 def _can_divide(spec: DecoderSpec, size: int) -> bool:
-    divides_kv = spec.num_kv_heads % size == 0 or size % spec.num_kv_heads == 0
-    return spec.num_heads % size == 0 and spec.intermediate_size % size == 0 and divides_kv
+    num_heads, num_kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
+    divides_kv = num_kv_heads % size == 0 or size % num_kv_heads == 0
+    divides_widths = all(width % size == 0 for width in spec.mlp_widths)
+    return num_heads % size == 0 and divides_widths and divides_kv
 
 
 class SummedLinear:

@@ -1,17 +1,13 @@
 """Descriptions of decoders as values.
 
-A model family is a function from a configuration to a `DecoderSpec`. `decoder.py` builds all
-decoders from the same parts."""
+A model family is a function from a configuration to a `DecoderSpec` (`families`). `decoder.py`
+builds all decoders from the same parts, and `tensors.py` derives the tensors of a checkpoint."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from math import prod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from parrot.utils.config import ConfigError
-
 HFConfig = Mapping[str, Any]
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +22,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
-    """Names of tensors in a checkpoint. Names of a layer's tensors are relative to `layer`."""
+    """Names of modules in a checkpoint. Names of a layer's modules are relative to `layer`.
+
+    The defaults are also the decoder's own names for its tensors, in all families."""
 
     embed: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -43,41 +41,82 @@ class TensorNames:
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
-    positions: str = ""
-    project_in: str = ""
-    project_out: str = ""
+    positions: str = "model.embed_positions"
+    project_in: str = "model.project_in"
+    project_out: str = "model.project_out"
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """The norms of hidden states and of heads."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """The attention of one layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: int | None = 0  # Index into `DecoderSpec.ropes`; None: heads are not rotated.
+    qk_norm: bool = False  # A norm of each head of q and k.
+    qkv_bias: bool = False
+    o_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    width: int
+    activation: Literal["silu", "relu", "gelu"] = "silu"
+    gated: bool = True  # down(act(gate) * up), otherwise down(act(up)).
+    bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer: x += attention(norm(x)), then x += mlp(norm(x))."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec
+    pre_norm: bool = True  # False: norms follow the residual sum.
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The shape and the variants of a decoder."""
+    """The shape and the variants of a decoder. KV heads are equal in all layers."""
 
     architecture: str
     vocab_size: int
     hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
     max_positions: int
-    norm_eps: float
-    rope: RopeSpec | None
+    norm: NormSpec = NormSpec()
+    ropes: tuple[RopeSpec, ...] = ()
     names: TensorNames = TensorNames()
-    norm: Literal["rms", "layer"] = "rms"
-    activation: Literal["silu", "relu", "gelu"] = "silu"
-    gated: bool = True  # MLP is down(act(gate) * up), otherwise down(act(up)).
-    pre_norm: bool = True  # False: norms follow the residual sum.
     final_norm: bool = True
-    qk_norm: bool = False
-    qkv_bias: bool = False
-    o_bias: bool = False
-    mlp_bias: bool = False
     tie_embeddings: bool = False
-    position_offset: int = 0  # Row of the learned positions for position 0.
+    # Row of the learned positions for position 0; None: the model has no learned positions.
+    position_offset: int | None = None
     # Width of token embeddings that are projected to and from `hidden_size`; None: no projections.
     embed_dim: int | None = None
     sliding_window: int | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention of the first layer. The shape of heads is equal in all layers."""
+        return self.layers[0].attention
+
+    @property
+    def mlp_widths(self) -> frozenset[int]:
+        return frozenset(layer.mlp.width for layer in self.layers)
 
     @property
     def max_seq_len(self) -> int:
@@ -85,72 +124,25 @@ class DecoderSpec:
         # A context within the sliding window attends to all its tokens, so no mask is necessary.
         return min(self.max_positions, self.sliding_window or self.max_positions)
 
-    @property
-    def num_weights(self) -> int:
-        return sum(prod(shape) for shape in self.tensor_shapes().values())
+    def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> "DecoderSpec":
+        """`change` gets the index of each layer and the layer."""
+        return replace(self, layers=tuple(change(i, x) for i, x in enumerate(self.layers)))
 
-    @property
-    def num_layer_weights(self) -> int:
-        return sum(prod(shape) for shape in self._layer_shapes().values())
-
-    def tensor_shapes(self) -> Shapes:
-        """The shapes of all tensors that a checkpoint must have, by name."""
-        shapes = self._top_shapes()
-        for i in range(self.num_layers):
-            prefix = self.names.layer.format(i=i)
-            shapes |= {f"{prefix}.{name}": shape for name, shape in self._layer_shapes().items()}
-        return shapes
-
-    def _top_shapes(self) -> Shapes:
-        names, hidden, width = self.names, self.hidden_size, self.embed_dim or self.hidden_size
-        shapes = _module(names.embed, self.vocab_size, width)
-        if not self.tie_embeddings:
-            shapes |= _module(names.lm_head, self.vocab_size, width)
-        if self.final_norm:
-            shapes |= self._norm_shapes(names.final_norm)
-        if names.positions:
-            shapes |= _module(names.positions, self.max_positions + self.position_offset, hidden)
-        if self.embed_dim is not None:
-            shapes |= _module(names.project_in, hidden, width)
-            shapes |= _module(names.project_out, width, hidden)
-        return shapes
-
-    def _layer_shapes(self) -> Shapes:
-        names, hidden, inner = self.names, self.hidden_size, self.intermediate_size
-        q_width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shapes = (
-            _module(names.q, q_width, hidden, bias=self.qkv_bias)
-            | _module(names.k, kv_width, hidden, bias=self.qkv_bias)
-            | _module(names.v, kv_width, hidden, bias=self.qkv_bias)
-            | _module(names.o, hidden, q_width, bias=self.o_bias)
-            | _module(names.up, inner, hidden, bias=self.mlp_bias)
-            | _module(names.down, hidden, inner, bias=self.mlp_bias)
-            | self._norm_shapes(names.attn_norm)
-            | self._norm_shapes(names.mlp_norm)
+    def with_attention(self, **changes: Any) -> "DecoderSpec":
+        """Change fields of the attention of all layers."""
+        return self.with_layers(
+            lambda _, layer: replace(layer, attention=replace(layer.attention, **changes))
         )
-        if self.gated:
-            shapes |= _module(names.gate, inner, hidden, bias=self.mlp_bias)
-        if self.qk_norm:
-            shapes |= _module(names.q_norm, self.head_dim) | _module(names.k_norm, self.head_dim)
-        return shapes
 
-    def _norm_shapes(self, name: str) -> Shapes:
-        return _module(name, self.hidden_size, bias=self.norm == "layer")
+    def with_mlp(self, **changes: Any) -> "DecoderSpec":
+        """Change fields of the MLP of all layers."""
+        return self.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, **changes)))
 
 
-def _module(name: str, *weight: int, bias: bool = False) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": weight}
-    return shapes | {f"{name}.bias": weight[:1]} if bias else shapes
+def is_default(value: Any, *, except_for: Collection[str]) -> bool:
+    """Whether all fields of a description have their defaults, except for those named.
 
-
-def read_rope(config: HFConfig) -> RopeSpec:
-    """Read `rope_parameters`, or `rope_theta` and `rope_scaling` of older configurations."""
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
-    partial = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
-    if kind not in ("default", "linear", "llama3", "factors"):
-        raise ConfigError(f"rope scaling {kind!r} is not supported; use default, linear or llama3")
-    if partial != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial} is not supported")
-    return RopeSpec(theta, kind, parameters)
+    A fast path names the fields that it handles. So it never ignores a field that is added later.
+    """
+    others = [spec for spec in fields(value) if spec.name not in except_for]
+    return all(getattr(value, spec.name) == spec.default for spec in others)

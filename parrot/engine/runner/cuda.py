@@ -19,6 +19,7 @@ from parrot.engine.core.steps import (
 )
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused import make_forward
+from parrot.engine.models.tensors import num_layer_weights
 from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
 from parrot.engine.runner.graphs import (
     GraphCapacities,
@@ -126,7 +127,7 @@ class CudaRunner:
         self._cache = KVCache(layout, num_blocks + 1, device, paged=True)
         copies = self._cache.host_copies(options.num_host_blocks)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
-        layer_weights = spec.num_layer_weights
+        layer_weights = num_layer_weights(spec)
         mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(
             model,
@@ -144,7 +145,7 @@ class CudaRunner:
         self._draws = DrawBuilder(max_rows)
         self._attention = WatchedAttention(
             self._cache.pooled,
-            spec.num_heads,
+            spec.attention.num_heads,
             1,
             upcast=options.upcast,
             layer_weights=layer_weights,

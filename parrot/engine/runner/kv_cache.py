@@ -47,7 +47,8 @@ class KVLayout:
     def of(
         cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype, *, quantised: bool = False
     ) -> "KVLayout":
-        shape = (spec.num_layers, spec.num_kv_heads, spec.head_dim, block_size)
+        heads = spec.attention
+        shape = (spec.num_layers, heads.num_kv_heads, heads.head_dim, block_size)
         return cls(*shape, dtype, quantised)
 
     @property

@@ -202,8 +202,9 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     quantised = instance.kv_cache_dtype == "fp8"
     # The kernels read two e4m3 codes as one 16-bit number.
     least = _MIN_HEAD_DIM * (2 if quantised else 1)
-    if spec.head_dim < least or not _is_power_of_two(spec.head_dim):
-        reasons.append(f"the kernels have no heads of size {spec.head_dim}")
+    head_dim = spec.attention.head_dim
+    if head_dim < least or not _is_power_of_two(head_dim):
+        reasons.append(f"the kernels have no heads of size {head_dim}")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
     if quantised and torch.cuda.get_device_capability(device) < _E4M3:

@@ -22,6 +22,7 @@ from parrot.engine.models.checkpoint import (
 )
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.models.tensors import num_weights
 from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
 from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
@@ -84,8 +85,8 @@ def test_gguf_tensors_come_back_in_hugging_face_layout(tmp_path: Path, architect
     want = write_gguf(tmp_path / "m.gguf", architecture)
     checkpoint = open_checkpoint(str(tmp_path / "m.gguf"))
     assert checkpoint.spec.tie_embeddings
-    assert checkpoint.spec.num_kv_heads == 1
-    assert checkpoint.shapes.keys() == want.keys()
+    assert checkpoint.spec.attention.num_kv_heads == 1
+    assert checkpoint.plans.keys() == want.keys()
     for name, value in want.items():
         np.testing.assert_array_equal(checkpoint.take(name).numpy(), value)
 
@@ -106,7 +107,7 @@ def test_gguf_rope_factors_and_scaling(tmp_path: Path) -> None:
         tensors["rope_freqs.weight"] = np.full(16, 4.0, dtype=np.float32)
 
     write_gguf(tmp_path / "a.gguf", change=llama3)
-    rope = open_checkpoint(str(tmp_path / "a.gguf")).spec.rope
+    rope = open_checkpoint(str(tmp_path / "a.gguf")).spec.ropes[0]
     assert rope is not None
     assert rope.kind == "factors"
     assert rope.scaling["factors"] == [4.0] * 16
@@ -267,8 +268,7 @@ def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> 
 
 @pytest.mark.parametrize("name", KNOWN_SHAPES)
 def test_known_shapes_have_the_published_size(name: str) -> None:
-    shapes = open_checkpoint(name, dummy=True).spec.tensor_shapes()
-    billions = sum(torch.Size(s).numel() for s in shapes.values()) / 1e9
+    billions = num_weights(open_checkpoint(name, dummy=True).spec) / 1e9
     size = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55}
     assert billions == pytest.approx(
         (size | {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19})[name], rel=2e-3
@@ -277,7 +277,7 @@ def test_known_shapes_have_the_published_size(name: str) -> None:
 
 def test_the_embedded_model_and_its_tokenizer() -> None:
     checkpoint = open_checkpoint("embedded")
-    assert sum(torch.Size(s).numel() for s in checkpoint.shapes.values()) == 134_515_008
+    assert num_weights(checkpoint.spec) == 134_515_008
     response = checkpoint.load_tokenizer()
     assert response.special_ids.model_dump() == {"bos": 1, "eos": [2], "add_bos": False}
     assert response.chat_template is not None

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.parallel import Partition, require_divisible
+from parrot.engine.models.tensors import OWN
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 from tests.support.rank_threads import on_ranks
@@ -58,13 +59,12 @@ def test_parts_put_together_are_the_tensors(kind: str) -> None:
         "embedded" if kind == "embedded" else "qwen3-0.6b", dummy=kind == "dummy", seed=3
     )
     size = 3 if kind == "embedded" else 4
-    names = checkpoint.spec.names
-    layer = names.layer.format(i=1)
-    wholly = [(names.final_norm, None)]
-    by_rows = [(f"{layer}.{name}", 0) for name in (names.q, names.k, names.up)]
-    by_columns = [(f"{layer}.{name}", 1) for name in (names.o, names.down)]
+    layer = OWN.layer.format(i=1)
+    wholly = [(OWN.final_norm, None)]
+    by_rows = [(f"{layer}.{name}", 0) for name in (OWN.q, OWN.k, OWN.up)]
+    by_columns = [(f"{layer}.{name}", 1) for name in (OWN.o, OWN.down)]
     if kind == "embedded":
-        by_rows.append((names.embed, 0))
+        by_rows.append((OWN.embed, 0))
     for module, dim in [*wholly, *by_rows, *by_columns]:
         name = f"{module}.weight"
         parts = [

@@ -91,7 +91,7 @@ def golden(checkpoint: Checkpoint) -> Golden:
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     prompts = [tokenizer.encode(text).ids[:PROMPT_LENGTH] for text in TEXTS]
     twin = transformers.LlamaForCausalLM(transformers.LlamaConfig(**checkpoint.config))
-    weights = {name: checkpoint.take(name) for name in checkpoint.shapes}
+    weights = {name: checkpoint.take(name) for name in checkpoint.plans}
     twin.load_state_dict(weights, strict=False)
     twin.tie_weights()
     twin.eval()
