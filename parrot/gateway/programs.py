@@ -26,10 +26,9 @@ import orjson
 from parrot.gateway.transcript import Message
 from parrot.protocol.errors import QuotaExceeded, SessionGone
 from parrot.serve.core import ServeCore
-from parrot.serve.events import Events, PrefixBroken, SessionBegan
+from parrot.serve.events import Events, PrefixBroken
 from parrot.serve.graph.nodes import Completion, TextPiece
 from parrot.serve.sessions import Session
-from parrot.serve.tenants.limits import TenantQuotaExceeded
 from parrot.utils.heaps import LruDict
 
 if TYPE_CHECKING:
@@ -105,7 +104,10 @@ class ProgramSessions:
                 self._core.end(session, SessionGone(text))
             else:
                 return session
-        return self._begin_with_room((tenant, name), usage)
+        apps = () if name is None else (name,)
+        session = self._core.begin_with_room(tenant, apps, usage, on_demand=True, is_program=True)
+        self.restore(session)
+        return session
 
     def forget(self, session: Session) -> None:
         """A session has ended; it need not be a program's."""
@@ -119,26 +121,6 @@ class ProgramSessions:
         for program, session_id in self._by_name.items():
             assert self._programs.peek(session_id) == program, program
 
-    def _begin_with_room(self, program: Program, usage: Mapping[str, int]) -> Session:
-        tenant, name = program
-        apps = () if name is None else (name,)
-        while True:
-            session = None
-            try:
-                session = self._core.sessions.create(tenant, apps, on_demand=True, is_program=True)
-                self._core.events.emit(SessionBegan, session, on_demand=True, traceparent=None)
-                session.account.require(**usage)
-            except QuotaExceeded as error:
-                if session is not None:
-                    self._core.end(session, SessionGone(error.message))
-                is_own = isinstance(error, TenantQuotaExceeded)
-                if not self._end_oldest(tenant, only_own=is_own):
-                    raise
-            else:
-                break
-        self.restore(session)
-        return session
-
     def restore(self, session: Session) -> None:
         """Register the session as a program's."""
         name = session.apps[0] if session.apps else None
@@ -146,9 +128,8 @@ class ProgramSessions:
         if name is not None:
             self._by_name[session.tenant, name] = session.id
 
-    def _end_oldest(self, tenant: str, *, only_own: bool) -> bool:
-        """End an idle session, preferably one of the tenant; `only_own`: no other. Returns False if
-        no session was ended, or if the tenant's room becomes free only later."""
+    def make_room(self, tenant: str, *, only_own: bool) -> bool:
+        """See `Attached`. The least recently used session ends."""
         sessions = (self._core.sessions.find(session_id) for session_id in self._programs)
         oldest: Session | None = None
         for session in sessions:

@@ -467,6 +467,10 @@ class Turns:
         self._endings.forget(session.id)
         self._sessions.forget(session)
 
+    def make_room(self, tenant: str, *, only_own: bool) -> bool:
+        """See `Attached`."""
+        return self._sessions.make_room(tenant, only_own=only_own)
+
 
 def _prompt(request: TurnRequest, text: str) -> ShownPrompt:
     messages = () if isinstance(request.prompt, str) else request.prompt

@@ -1,11 +1,17 @@
 """ServeCore: the service as a whole. Each public method (a verb) handles one request."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
-from parrot.protocol.errors import NoEngine, ParrotError, SessionGone, Unavailable
+from parrot.protocol.errors import (
+    NoEngine,
+    ParrotError,
+    QuotaExceeded,
+    SessionGone,
+    Unavailable,
+)
 from parrot.protocol.public import (
     CallResponse,
     FirstVarsRequest,
@@ -55,6 +61,7 @@ from parrot.serve.sessions import (
     SetVariable,
 )
 from parrot.serve.tasks import Sandbox, TaskRunner
+from parrot.serve.tenants.limits import TenantQuotaExceeded
 from parrot.serve.tenants.table import TenantTable
 from parrot.serve.views import (
     engine_view,
@@ -78,6 +85,10 @@ class Attached(Protocol):
 
     def forget(self, session: Session) -> None:
         """Drop the state of a session that has ended."""
+
+    def make_room(self, tenant: str, *, only_own: bool) -> bool:
+        """End an idle session that the component began, preferably one of the tenant; `only_own`:
+        no other. Returns False if none was ended, or if its room becomes free only later."""
 
     def check_integrity(self) -> None:
         """Recount the component's state. For tests."""
@@ -140,14 +151,47 @@ class ServeCore:
 
     def begin_session(self, tenant: str, request: SessionCreateRequest) -> SessionCreateResponse:
         """Begin a session for a known tenant. Raises `QuotaExceeded`."""
-        session = self.sessions.create(
+        session = self.begin_with_room(
             tenant,
             request.apps or (),
+            {},
             on_demand=request.on_demand,
             traceparent=request.traceparent,
         )
-        self.events.emit(SessionBegan, session, request.on_demand, request.traceparent)
         return SessionCreateResponse(session_id=session.id, session_auth=session.auth)
+
+    def begin_with_room(
+        self,
+        tenant: str,
+        apps: Sequence[str],
+        usage: Mapping[str, int],
+        *,
+        on_demand: bool = False,
+        is_program: bool = False,
+        traceparent: str | None = None,
+    ) -> Session:
+        """Begin a session that may use `usage`, as in `Quota`. Idle sessions of attached components
+        end if there is no room. Raises `QuotaExceeded`."""
+        while True:
+            session = None
+            try:
+                session = self.sessions.create(
+                    tenant,
+                    apps,
+                    on_demand=on_demand,
+                    is_program=is_program,
+                    traceparent=traceparent,
+                )
+                self.events.emit(SessionBegan, session, on_demand, traceparent)
+                session.account.require(**usage)
+            except QuotaExceeded as error:
+                if session is not None:
+                    self.end(session, SessionGone(error.message))
+                is_own = isinstance(error, TenantQuotaExceeded)
+                if not any(each.make_room(tenant, only_own=is_own) for each in self._attached):
+                    raise
+            else:
+                return session
 
     def tenant(self, api_key: str | None) -> str:
         """The id of the tenant with this key. Raises `AuthenticationFailed`, `PermissionDenied`,

@@ -261,6 +261,10 @@ class TestWithKeys:
         for i in range(5):
             await site.post(PATH, body(user(str(i))), headers={"x-api-key": "one"})
         assert len({request.session_id for request in site.engine.requests}) == 5
+        for _ in range(2):
+            await site.post("/v1/session", {"api_key": "two"})
+        status, answer = await site.send("/v1/session", {"api_key": "two"})
+        assert (status, answer["error"]["type"]) == (429, "quota_exceeded")
 
 
 class TestTools:
