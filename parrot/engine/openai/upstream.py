@@ -3,10 +3,10 @@
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 import orjson
@@ -162,6 +162,8 @@ _AZURE_NEW_SINCE = "2024-09-01"
 _ANSWER_TIMEOUT_S = 600.0  # Seconds for a whole answer, or between two chunks of a stream.
 _ATTEMPTS = 5  # Attempts of a request that fails temporarily.
 _UNKNOWN = ProbeResult()
+_Event = tuple[str, bytes]  # Type and data of a server-sent event.
+_R = TypeVar("_R")
 
 
 def _base_url(config: OpenAIConfig) -> str:
@@ -239,6 +241,23 @@ def _target(config: OpenAIConfig) -> Target:
     is_openai = instance.is_azure or _base_url(config) == OPENAI_URL
     length_field = "max_completion_tokens" if is_openai and is_new else "max_tokens"
     return Target(config.model, is_chat, length_field, stream_usage=is_new)
+
+
+async def _retried(attempt: Callable[[], Awaitable[_R]]) -> _R:
+    """The result of `attempt`, which is repeated after temporary failures."""
+    try:
+        return await attempt()
+    except ParrotError as error:
+        if not backoff(error):
+            raise
+        first = error
+    # Stamina's loop starts after the first failure, because creating it takes 0.3 ms.
+    async for again in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
+        with again:
+            if again.num == 1:
+                raise first
+            return await attempt()
+    raise AssertionError("the last attempt returns or raises")
 
 
 class Upstream:
@@ -351,16 +370,16 @@ class Upstream:
 
     async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the iterator yields the whole answer at once."""
-        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
-            with attempt:
-                payload = await self._http.request(
-                    "POST",
-                    self._path(question),
-                    params=self._params,
-                    body=self._body(question),
-                    timeout_s=_ANSWER_TIMEOUT_S,
-                    traceparent=question.traceparent,
-                )
+        payload = await _retried(
+            lambda: self._http.request(
+                "POST",
+                self._path(question),
+                params=self._params,
+                body=self._body(question),
+                timeout_s=_ANSWER_TIMEOUT_S,
+                traceparent=question.traceparent,
+            )
+        )
         answer = parse_answer(payload)
         if not answer.choices:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
@@ -369,17 +388,19 @@ class Upstream:
     async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
         `Unavailable` if the stream ends before the answer has a finish reason."""
-        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
-            with attempt:
-                events = self._http.stream(
-                    "POST",
-                    self._path(question),
-                    params=self._params,
-                    body=self._body(question, stream=True),
-                    idle_timeout_s=_ANSWER_TIMEOUT_S,
-                    traceparent=question.traceparent,
-                )
-                event = await anext(events, None)
+
+        async def begin() -> tuple[AsyncGenerator[_Event, None], _Event | None]:
+            events = self._http.stream(
+                "POST",
+                self._path(question),
+                params=self._params,
+                body=self._body(question, stream=True),
+                idle_timeout_s=_ANSWER_TIMEOUT_S,
+                traceparent=question.traceparent,
+            )
+            return events, await anext(events, None)
+
+        events, event = await _retried(begin)
         has_ended = False
         async with aclosing(events):
             while event is not None and event[1].strip() != DONE:
@@ -393,20 +414,21 @@ class Upstream:
     async def embed(self, inputs: Sequence[list[int] | str], traceparent: str = "") -> Embeddings:
         """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
-        async for attempt in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
-            with attempt:
-                try:
-                    payload = await self._http.request(
-                        "POST",
-                        "/embeddings",
-                        params=self._params,
-                        body=body,
-                        timeout_s=_ANSWER_TIMEOUT_S,
-                        traceparent=traceparent,
-                    )
-                except EngineFailed as error:
-                    raise refused_embedding(error) from None
-        return parse_embeddings(payload, len(inputs))
+
+        async def ask() -> Any:
+            try:
+                return await self._http.request(
+                    "POST",
+                    "/embeddings",
+                    params=self._params,
+                    body=body,
+                    timeout_s=_ANSWER_TIMEOUT_S,
+                    traceparent=traceparent,
+                )
+            except EngineFailed as error:
+                raise refused_embedding(error) from None
+
+        return parse_embeddings(await _retried(ask), len(inputs))
 
     async def score(self, prompt: list[int] | str, num_top: int, salt: str) -> tuple[Logprobs, int]:
         """The log probabilities of a prompt's tokens, and their number. The request generates one
