@@ -24,6 +24,7 @@ as for other prompts.
     {"tools": [...]}                        the options for the server
     {"role": "user"}                        each message: its other fields, then its text
     Is it raining?
+    {"type":"image_url","sha256":"..."}     each image, audio or file of a message
     {"role": "assistant"}
     <answer>
 
@@ -38,6 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -556,8 +558,28 @@ def served_body(
     return body
 
 
+def hashed_media(messages: Sequence[Message]) -> Sequence[Message]:
+    """The messages with a hash in place of each part that is not text. Equal parts have equal
+    hashes."""
+    if all(isinstance(message.get("content"), str) for message in messages):
+        return messages
+    return [
+        {**message, "content": list(map(_hashed, content))}
+        if isinstance(content := message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _hashed(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    if part["type"] == "text":
+        return part
+    written = orjson.dumps(part, option=orjson.OPT_SORT_KEYS)
+    return {"type": part["type"], "sha256": sha256(written).hexdigest()}
+
+
 def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
-    """The stand-in for the prompt of this body."""
+    """The stand-in for the prompt of this body. `messages`: those of `hashed_media`."""
     begin = {name: value for name, value in body.items() if name != "messages"}
     markup, parts, ends = f"{_line(begin)}\n", list[str](), list[tuple[int, PieceKind]]()
     length = 0
@@ -565,7 +587,7 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
         markup += f"{_line({k: v for k, v in message.items() if k not in _TEXT_FIELDS})}\n"
         is_answer = message.get("role") == "assistant"
         kind = PieceKind.OUTPUT if is_answer else PieceKind.VALUE
-        for part, of_kind in ((markup, PieceKind.CONSTANT), (_standin_text(message), kind)):
+        for part, of_kind in ((markup, PieceKind.CONSTANT), *_standin_pieces(message, kind)):
             if part:
                 parts.append(part)
                 length += len(part)
@@ -574,10 +596,22 @@ def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:
     return Transcript("".join(parts), lambda start, num_known: ends)
 
 
-def _standin_text(message: Message) -> str:
-    """The text of a message in the stand-in. An answer includes its reasoning and calls."""
+def _standin_pieces(message: Message, kind: PieceKind) -> Iterator[tuple[str, PieceKind]]:
+    """The texts of a message in the stand-in, with the hash of each other part."""
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            if part["type"] == "text":
+                yield part["text"], kind
+            else:
+                yield f"{_line(part)}\n", PieceKind.CONSTANT
+        content = ""
+    yield _standin_text(message, content or ""), kind
 
-    said: str = message.get("content") or ""
+
+def _standin_text(message: Message, content: str) -> str:
+    """The text of a message in the stand-in. An answer includes its reasoning and calls."""
+    said = content
     for call in message.get("tool_calls") or ():
         function = call["function"]
         shown = _line({"name": function["name"], "arguments": function["arguments"]})

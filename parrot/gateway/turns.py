@@ -40,6 +40,7 @@ from parrot.gateway.transcript import (
     Message,
     TokenPrompt,
     Transcript,
+    hashed_media,
     mark_placeholders,
     prompt_of_tokens,
     prompt_tokens,
@@ -51,7 +52,7 @@ from parrot.gateway.transcript import (
     transcript_of,
 )
 from parrot.protocol.call_grammar import CallRules
-from parrot.protocol.errors import InvalidRequest, NotFound
+from parrot.protocol.errors import InvalidRequest, NotFound, ParrotError, ValidationFailed
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     ReadLimits,
@@ -121,6 +122,11 @@ class TurnRequest:
     tokens: TokenizedText | None = None  # the prompt's tokens, if its text encodes differently
     prediction: str = ""  # text that the answers may repeat
     traceparent: str = ""  # the caller's span
+    # For servers behind engines: fields that Parrot does not know, and known fields that have no
+    # effect in Parrot.
+    unknown: Mapping[str, Any] = field(default_factory=dict)
+    ignored: Callable[[], Mapping[str, Any]] = dict
+    refused: Sequence[ParrotError] = ()  # errors for content that only such servers accept
     is_resumed: bool = False  # accepted before a restart, so a full queue does not reject it
 
     @property
@@ -189,8 +195,9 @@ class Turn:
 
 class Rendered(NamedTuple):
     """A rendered prompt and the parsers of its answers. `conversation`: the body for a server that
-    renders the messages itself."""
+    renders the messages itself. `messages`: with hashes of images, audio and files."""
 
+    messages: Sequence[Message]  # none for a plain text
     shown: Transcript
     samplings: Sequence[SamplingConfig]
     make_parser: Callable[[], AnswerParser]
@@ -239,16 +246,16 @@ class Turns:
             if not request.is_resumed:
                 self._core.tasks.require_room(request.tenant)
             rendered = self._rendered(request)
-            target = self._conversation(request, rendered.shown)
+            target = self._conversation(request, rendered)
         return self._submit(request, rendered, target)
 
-    def _conversation(self, request: TurnRequest, shown: Transcript) -> "_Target":
+    def _conversation(self, request: TurnRequest, rendered: Rendered) -> "_Target":
         """The turn that the prompt continues, or its program's session. The prompt's length is
         checked before a session is created."""
-        text = shown.text
+        shown, text = rendered.shown, rendered.shown.text
         limit = self._longest(request.model)
         require_fits(text, self._core.fleet.tokenizer(request.model), limit)
-        prompt = _prompt(request, text)
+        prompt = ShownPrompt(rendered.messages, request.options, text)
         place = None
         if not isinstance(request.prompt, str):  # No turn continues a plain text.
             place = self._endings.find(prompt, _scope(request), self._sessions.is_live)
@@ -286,6 +293,7 @@ class Turns:
             self._require_calls(request.model, tokenizer)
             longest = self._longest(request.model)
         marked = mark_placeholders(request.prompt, list(chain.inputs))
+        request = self._with_extra(request, tokenizer)
         rendered = rendered_turn(request, marked.prompt, tokenizer, longest)
         session = self._session_of(request, chain)
         self._core.tasks.require_room(session.tenant)
@@ -404,6 +412,8 @@ class Turns:
 
     def _rendered(self, request: TurnRequest) -> Rendered:
         tokenizer = self._core.fleet.tokenizer(request.model)
+        if tokenizer is None or request.unknown or request.refused:
+            request = self._with_extra(request, tokenizer)
         is_text = tokenizer is None and not isinstance(request.prompt, str)
         if is_text and self._takes_messages(request.model):
             return served_turn(request)
@@ -412,6 +422,29 @@ class Turns:
             self._require_calls(request.model, tokenizer)
             longest = self._longest(request.model)
         return rendered_turn(request, request.prompt, tokenizer, longest)
+
+    def _with_extra(self, request: TurnRequest, tokenizer: ModelTokenizer | None) -> TurnRequest:
+        """The request with the fields for the servers behind the model's engines. For other engines
+        raises `ValidationFailed` for an unknown field, and the first error of `refused`."""
+        if tokenizer is not None or not self._takes_extra(request):
+            for name in request.unknown:
+                raise unknown_field(name)
+            for error in request.refused:
+                raise error
+            return request
+        extra = {**request.ignored(), **request.unknown}
+        if not extra:
+            return request
+        samplings = [one.model_copy(update={"extra": extra}) for one in request.samplings]
+        return replace(request, samplings=samplings)
+
+    def _takes_extra(self, request: TurnRequest) -> bool:
+        """Whether all engines of the model forward the request's prompt and further fields."""
+        is_forwarded = isinstance(request.prompt, str) or (
+            request.chain is None and self._takes_messages(request.model)
+        )
+        known = self._features(request.model)
+        return is_forwarded and all("extra" in (features or ()) for features in known)
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
@@ -472,11 +505,6 @@ class Turns:
         return self._sessions.make_room(tenant, only_own=only_own)
 
 
-def _prompt(request: TurnRequest, text: str) -> ShownPrompt:
-    messages = () if isinstance(request.prompt, str) else request.prompt
-    return ShownPrompt(messages, request.options, text)
-
-
 def _scope(request: TurnRequest) -> Mapping[str, Any]:
     """Values besides the messages that are equal in all turns of a conversation."""
     return {"tenant": request.tenant, "model": request.model, "options": request.options}
@@ -497,6 +525,11 @@ def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str,
     size = num_bytes([prediction, *(piece.text for piece in pieces)])
     size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
     return {"calls": 1, "variables": num_new, "text_bytes": size}
+
+
+def unknown_field(name: str) -> ValidationFailed:
+    """The error for a field of a request that Parrot does not know."""
+    return ValidationFailed(f"`{name}`: Extra inputs are not permitted", param=name)
 
 
 def _known(session: Session, var_id: str, param: str) -> SemanticVariable:
@@ -532,7 +565,8 @@ def rendered_turn(
         samplings = constrained_calls(samplings, request.calls, model, tokenizer, room)
     if request.may_reason and tokenizer is not None and tokenizer.chat is not None:
         make_parser = with_reasoning(make_parser, tokenizer.chat.source, shown.text)
-    return Rendered(shown, samplings, make_parser)
+    messages = () if isinstance(prompt, str) else prompt
+    return Rendered(messages, shown, samplings, make_parser)
 
 
 def served_turn(request: TurnRequest) -> Rendered:
@@ -540,4 +574,6 @@ def served_turn(request: TurnRequest) -> Rendered:
     assert not isinstance(request.prompt, str), request
     body = served_body(request.prompt, request.options, request.calls)
     make_parser = served_parser(request.calls, may_reason=request.may_reason)
-    return Rendered(served_transcript(request.prompt, body), request.samplings, make_parser, body)
+    messages = hashed_media(request.prompt)
+    shown = served_transcript(messages, body)
+    return Rendered(messages, shown, request.samplings, make_parser, body)

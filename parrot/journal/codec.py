@@ -159,6 +159,8 @@ def _stats_fields(stats: RunStats) -> Payload:
 
 
 def _prompt_fields(prompt: Prompt) -> Payload:
+    """All fields except the conversation, which may contain megabytes of images. Only a client that
+    is connected waits for its answer, so the call does not run again after a restart."""
     previous = prompt.previous
     return {
         "fill": [_piece_fields(piece) for piece in prompt.fill],
@@ -167,7 +169,6 @@ def _prompt_fields(prompt: Prompt) -> Payload:
         "previous": None if previous is None else [previous.request_id, previous.id],
         "output": None if prompt.output is None else prompt.output.id,
         "is_held": prompt.allows_background,
-        "conversation": prompt.conversation,
     }
 
 
@@ -231,7 +232,6 @@ def _prompt(graph: SessionGraph, fields: Payload) -> Prompt:
         previous=None if previous is None else graph.completion(*previous),
         output=None if fields["output"] is None else graph.variable(fields["output"]),
         allows_background=fields["is_held"],
-        conversation=fields["conversation"],
     )
 
 

@@ -118,6 +118,10 @@ class SamplingConfig(BaseModel):
         description="Return log probabilities of each token and of this number of most likely "
         "tokens.",
     )
+    extra: JsonObject | None = Field(
+        default=None,
+        description="Further fields for the server behind an engine; Parrot's own take precedence.",
+    )
 
     @model_validator(mode="after")
     def _has_one_constraint(self) -> Self:

@@ -221,8 +221,15 @@ class FakeOpenAI:
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    prompt: str = body.get("prompt") or "\n".join(m["content"] or "" for m in body["messages"])
+    prompt: str = body.get("prompt") or "\n".join(map(_text, body["messages"]))
     return prompt
+
+
+def _text(message: Mapping[str, Any]) -> str:
+    content = message["content"]
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content)
+    return content or ""
 
 
 def _logprobs(body: Mapping[str, Any], words: list[str], is_chat: bool) -> dict[str, Any]:

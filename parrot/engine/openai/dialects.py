@@ -15,6 +15,7 @@ _STANDARD = frozenset(
         "max_gen_length",
         "seed",
         "logprobs",
+        "extra",
     }
 )
 

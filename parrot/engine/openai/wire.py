@@ -83,6 +83,10 @@ _CONVERSATION = frozenset(
         "chat_template_kwargs",
     }
 )
+_RESERVED = frozenset(
+    {"model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of", "echo"}
+)
+"""Fields that `SamplingConfig.extra` cannot contain."""
 _VLLM_KINDS = {"regex": "regex", "grammar": "grammar", "choices": "choice"}
 
 
@@ -125,6 +129,7 @@ def request_body(
     sampling, is_chat = question.sampling, target.asks_chat(question)
     length_field = target.chat_length_field if is_chat else "max_tokens"
     body: dict[str, Any] = {
+        **_extra_fields(sampling),
         "model": target.model,
         length_field: sampling.max_gen_length,
         **_sampling_fields(dialect, sampling),
@@ -147,6 +152,14 @@ def request_body(
         if target.stream_usage:
             body["stream_options"] = {"include_usage": True}
     return body
+
+
+def _extra_fields(sampling: SamplingConfig) -> dict[str, Any]:
+    extra = sampling.extra or {}
+    if reserved := _RESERVED & extra.keys():
+        name = min(reserved)
+        raise InvalidRequest(f"Parrot sets `{name}` itself: leave it out", param=name)
+    return extra
 
 
 def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:

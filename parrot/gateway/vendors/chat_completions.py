@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from parrot.gateway.answers import (
     AnswerParser,
@@ -17,7 +17,7 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import Entry
@@ -27,13 +27,14 @@ from parrot.gateway.vendors.openai_fields import (
     GenerationFields,
     Ignored,
     Json,
+    Refused,
     arguments_of,
     call_rules,
     chained,
     chosen_tool,
+    content_of,
     program_of,
     shown,
-    text_of,
     usage_of,
 )
 from parrot.gateway.vendors.parts import (
@@ -69,6 +70,10 @@ class SentToolCall(Wire):
 
 
 class ChatMessage(Item):
+    """Unknown fields are kept for the servers behind engines."""
+
+    model_config = ConfigDict(extra="allow")
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: ForeignId | None = None
@@ -78,11 +83,12 @@ class ChatMessage(Item):
     reasoning: Text | None = None  # vLLM's name for `reasoning_content`
     refusal: Text | None = None
     annotations: Ignored = None
-    audio: None = None
     function_call: None = None
 
 
 class ChatRequest(GenerationFields):
+    in_extra = (*GenerationFields.in_extra, "modalities", "verbosity")
+
     messages: Annotated[
         list[ChatMessage],
         Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES),
@@ -96,8 +102,15 @@ class ChatRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=32)
-    modalities: list[Literal["text"]] | None = Field(None, max_length=8)
+    modalities: list[Label] | None = Field(None, max_length=8)
     verbosity: Ignored = None
+
+    def refused(self) -> Refused:
+        """Errors for values that only servers behind engines support."""
+        if set(self.modalities or ()) <= {"text"}:
+            return []
+        text = "the engines of this model answer with text only"
+        return [UnsupportedField(text, param="modalities")]
 
     @property
     def num_logprobs(self) -> int | None:
@@ -111,12 +124,13 @@ class ChatRequest(GenerationFields):
         return self.top_logprobs or 0
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
-    """The messages in the form that chat templates expect."""
+def template_messages(messages: list[ChatMessage], refused: Refused) -> list[dict[str, Any]]:
+    """The messages in the form that chat templates expect. Errors for content that templates do not
+    accept are added to `refused`."""
     return [
         {"role": message.role, "content": message.content}
         if _is_plain(message)
-        else _template_message(i, message)
+        else _template_message(i, message, refused)
         for i, message in enumerate(messages)
     ]
 
@@ -161,10 +175,16 @@ def _function(index: int, tool: Json) -> Json:
     raise InvalidRequest("a tool must be a function with a name", param=f"tools.{index}")
 
 
-def _template_message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _template_message(index: int, message: ChatMessage, refused: Refused) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    content = message.refusal if message.content is None else text_of(message.content)
+    content: str | list[Json] | None = message.refusal
+    if message.content is not None:
+        content = content_of(message.content, refused, f"messages.{index}.content")
     fields: dict[str, Any] = {"role": role, "content": content or ""}
+    for name, value in (message.model_extra or {}).items():
+        if value is not None:
+            refused.append(unknown_field(f"messages.{index}.{name}"))
+            fields[name] = value
     if message.tool_calls:
         if role != "assistant":
             text = f"a message of role `{role}` cannot have tool calls"
@@ -208,12 +228,13 @@ class ChatCompletions:
     def create(
         self, request: ChatRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+        refused = request.refused() if request.modalities else []
         max_tokens = request.max_completion_tokens or request.max_tokens
         turn = self._turns.submit(
             TurnRequest(
                 tenant=caller.tenant,
                 model=request.model,
-                prompt=template_messages(request.messages),
+                prompt=template_messages(request.messages, refused),
                 samplings=request.samplings(max_tokens, request.num_logprobs),
                 options=template_options(request),
                 program=program_of(request, caller),
@@ -223,6 +244,9 @@ class ChatCompletions:
                 calls=rules_of(request),
                 chain=request.chain(),
                 prediction=request.predicted,
+                unknown=request.model_extra or {},
+                ignored=request.ignored,
+                refused=refused,
             )
         )
         caller.report_prefix(turn)

@@ -20,6 +20,7 @@ from parrot.gateway.vendors.openai_fields import (
     MAX_CHOICES,
     GenerationFields,
     Json,
+    Refused,
     chained,
     program_of,
     usage_of,
@@ -56,12 +57,20 @@ _Prompt = Annotated[
 
 
 class CompletionRequest(GenerationFields):
+    in_extra = (*GenerationFields.in_extra, "suffix")
+
     prompt: _Prompt
     max_tokens: int | None = Field(None, ge=0, le=MAX_GEN_LENGTH)
     echo: bool | None = None
     suffix: Text | None = None
     best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
     logprobs: int | None = Field(None, ge=0, le=5)
+
+    def refused(self) -> Refused:
+        """Errors for values that only servers behind engines support."""
+        if not self.suffix:
+            return []
+        return [UnsupportedField("`suffix` is not supported", param="suffix")]
 
     @property
     def num_choices(self) -> int:
@@ -194,6 +203,9 @@ class Completions:
                     deadline=request.deadline,
                     chain=request.chain(),
                     prediction=request.predicted,
+                    unknown=request.model_extra or {},
+                    ignored=request.ignored,
+                    refused=request.refused(),
                 )
                 turns.append(self._turns.submit(turn_request))
                 caller.report_prefix(turns[-1])
@@ -337,8 +349,6 @@ def _prompts(request: CompletionRequest) -> Sequence[Prompt]:
     if request.scores_prompt and request.chain() is not None:
         text = "with `parrot` fields, `echo` does not support `logprobs` and `max_tokens: 0`"
         raise UnsupportedField(text, param="echo")
-    if request.suffix:
-        raise UnsupportedField("`suffix` is not supported", param="suffix")
     _check_best_of(request)
     given: Any = request.prompt
     is_one = isinstance(given, str) or (given and isinstance(given[0], int))

@@ -2,12 +2,12 @@
 chat templates, and answers."""
 
 import hashlib
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from parrot.gateway.answers import (
     AnswerParser,
@@ -19,7 +19,7 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import anthropic_error
 from parrot.gateway.vendors.openai_fields import (
@@ -28,10 +28,12 @@ from parrot.gateway.vendors.openai_fields import (
     Ignored,
     Json,
     Metadata,
+    Refused,
     call_rules,
     chained,
     sampling_fields,
     shown,
+    unsupported_part,
 )
 from parrot.gateway.vendors.parts import AnswerEnd, Likelihoods, Part, read_all, stream_parts
 from parrot.protocol.answers import Event, Events
@@ -78,7 +80,7 @@ class ThinkingBlock(_Block):
 
 
 class OtherBlock(Bounded):
-    """A block that is not supported, such as an image or a document."""
+    """A block such as an image or a document. Only servers behind engines may support it."""
 
     type: str = Field(max_length=64)
 
@@ -138,6 +140,10 @@ class Thinking(Bounded):
 
 
 class CountRequest(Wire):
+    """Unknown fields are kept for the servers behind engines."""
+
+    model_config = ConfigDict(extra="allow")
+
     model: Name
     messages: Annotated[list[Message], Few] = Field(
         fail_fast=True, min_length=1, max_length=_MAX_MESSAGES
@@ -152,6 +158,8 @@ class CountRequest(Wire):
 
 
 class MessagesRequest(CountRequest, ChainedFields):
+    model_config = CountRequest.model_config
+
     max_tokens: GenLength
     temperature: float | None = Field(None, ge=0, le=1)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -175,16 +183,18 @@ class MessagesRequest(CountRequest, ChainedFields):
         return self.tool_choice is None or not self.tool_choice.disable_parallel_tool_use
 
 
-def template_messages(request: CountRequest) -> list[Json]:
-    """The messages in the form that chat templates expect."""
+def template_messages(request: CountRequest, refused: Refused) -> list[Json]:
+    """The messages in the form that chat templates expect. Errors for content that templates do not
+    accept are added to `refused`."""
     messages: list[Json] = []
     if request.system is not None:
-        messages.append({"role": "system", "content": _text(request.system)})
+        messages.append({"role": "system", "content": _content(request.system, refused, "system")})
     for i, message in enumerate(request.messages):
         if isinstance(message.content, str):
             messages.append({"role": message.role, "content": message.content})
         else:
-            messages += _messages(message.role, message.content, f"messages.{i}.content")
+            param = f"messages.{i}.content"
+            messages += _messages(message.role, message.content, refused, param)
     return messages
 
 
@@ -213,40 +223,78 @@ def _functions(request: CountRequest) -> list[Json]:
     return [] if is_none else [_function(tool) for tool in request.tools or ()]
 
 
-def _messages(role: str, blocks: Sequence[Any], param: str) -> Iterator[Json]:
+def _messages(role: str, blocks: Sequence[Any], refused: Refused, param: str) -> Iterator[Json]:
     """A message's blocks as template messages. Each tool result becomes a message of its own."""
-    texts: list[str] = []
+    parts: list[TextBlock | OtherBlock] = []
     calls: list[Json] = []
     thoughts: list[str] = []
-    for block in blocks:
+    for i, block in enumerate(blocks):
         if isinstance(block, TextBlock):
-            texts.append(block.text)
+            parts.append(block)
         elif isinstance(block, ToolUseBlock) and role == "assistant":
             function = {"name": block.name, "arguments": block.input}
             calls.append({"id": block.id, "type": "function", "function": function})
         elif isinstance(block, ToolResultBlock) and role == "user":
-            content = "" if block.content is None else _text(block.content)
+            content = _content(block.content or "", refused, f"{param}.{i}.content")
             yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
         elif isinstance(block, ThinkingBlock):
             thoughts.append(block.thinking)
+        elif isinstance(block, OtherBlock) and role == "user":
+            parts.append(block)
         else:
             raise UnsupportedField(
                 f"blocks of type `{block.type}` are not supported for `{role}`", param=param
             )
-    if texts or calls or not blocks:
-        fields: Json = {"role": role, "content": "".join(texts)}
+    if parts or calls or not blocks:
+        fields: Json = {"role": role, "content": _content(parts, refused, param, "")}
         if any(thoughts) and role == "assistant":
             fields["reasoning_content"] = "".join(thoughts)
         yield fields | ({"tool_calls": calls} if calls else {})
 
 
-def _text(content: Text) -> str:
+def _content(
+    content: str | Sequence[TextBlock | OtherBlock],
+    refused: Refused,
+    param: str,
+    separator: str = "\n",
+) -> str | list[Json]:
+    """The text of the content. With other blocks, such as images, the parts of a chat completion's
+    message, and an error in `refused` for each of these blocks."""
     if isinstance(content, str):
         return content
+    texts = [block.text for block in content if isinstance(block, TextBlock)]
+    if len(texts) == len(content):
+        return separator.join(texts)
+    parts = []
     for block in content:
-        if isinstance(block, OtherBlock):
-            raise UnsupportedField(f"blocks of type `{block.type}` are not supported", param="type")
-    return "\n".join([block.text for block in content if isinstance(block, TextBlock)])
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        else:
+            refused.append(unsupported_part(block.type, param))
+            parts.append(_part(block, param))
+    return parts
+
+
+def _part(block: OtherBlock, param: str) -> Json:
+    """A block as a part of a chat completion's message. Raises `UnsupportedField`."""
+    match block.model_dump():
+        case {"type": "image", "source": {"type": "url", "url": str(url)}}:
+            return {"type": "image_url", "image_url": {"url": url}}
+        case {"type": "image", "source": {"type": "base64", **source}}:
+            return {"type": "image_url", "image_url": {"url": _data_url(source)}}
+        case {"type": "document", "source": {"type": "text", "data": str(text)}}:
+            return {"type": "text", "text": text}
+        case {"type": "document", "source": {"type": "base64", **source}} as document:
+            file = {
+                "filename": document.get("title") or "document",
+                "file_data": _data_url(source),
+            }
+            return {"type": "file", "file": file}
+    raise UnsupportedField(f"blocks of type `{block.type}` are not supported", param=param)
+
+
+def _data_url(source: Mapping[Any, Any]) -> str:
+    return f"data:{source.get('media_type', '')};base64,{source.get('data', '')}"
 
 
 def _function(tool: AnthropicTool) -> Json:
@@ -278,11 +326,12 @@ class Messages:
         self, request: MessagesRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         user = None if request.metadata is None else request.metadata.user_id
+        refused = Refused()
         turn = self._turns.submit(
             TurnRequest(
                 tenant=caller.tenant,
                 model=request.model,
-                prompt=template_messages(request),
+                prompt=template_messages(request, refused),
                 samplings=[request.sampling()],
                 options=template_options(request),
                 program=caller.program or user,
@@ -291,6 +340,8 @@ class Messages:
                 deadline=request.deadline,
                 calls=rules_of(request),
                 chain=request.chain(),
+                unknown=request.model_extra or {},
+                refused=refused,
             )
         )
         caller.report_prefix(turn)
@@ -310,9 +361,11 @@ class Messages:
 
     async def count(self, request: CountRequest, caller: Caller) -> bytes:
         """The number of tokens of the request's prompt."""
-        count = await self._turns.count_tokens(
-            request.model, template_messages(request), template_options(request)
-        )
+        refused: Refused = [unknown_field(name) for name in request.model_extra or ()]
+        messages = template_messages(request, refused)
+        for error in refused:
+            raise error
+        count = await self._turns.count_tokens(request.model, messages, template_options(request))
         return orjson.dumps({"input_tokens": count})
 
     async def _deferred(self, frame: Json) -> bytes:

@@ -1,11 +1,13 @@
 """Fields that OpenAI's APIs share, and common parts of their answers. Also the rules for tool
 calls, for all vendors."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import (
+    BaseModel,
+    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -16,7 +18,7 @@ from parrot.gateway.turns import Turn, TurnChain
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Wire, require_shallow
 from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload
-from parrot.protocol.errors import InvalidRequest, UnsupportedField
+from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import (
     AnyJson,
     Credential,
@@ -62,13 +64,14 @@ class TextPart(Wire):
 
 
 class OtherPart(Bounded):
-    """A part that is not text. Such parts are not supported."""
+    """A part that is not text, such as an image. Only servers behind engines may support it."""
 
     type: str = Field(max_length=64)
 
 
 def _part_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, dict) else None
+    # Serialization passes the model.
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
     return "text" if kind in (None, "text", "input_text", "output_text") else "other"
 
 
@@ -89,18 +92,54 @@ Content = Annotated[
 ]
 
 
-def text_of(content: Content) -> str:
-    """The text of a message. Raises `UnsupportedField` for other parts, such as images."""
+Refused = list[ParrotError]
+"""Errors for content that only servers behind engines accept, see `TurnRequest`."""
+
+
+def content_of(content: Content, refused: Refused, param: str) -> str | list[Json]:
+    """The text of a message. With other parts, such as images, the parts as in chat completions,
+    and an error in `refused` for each of them. `param` names the content."""
     if isinstance(content, str):
         return content
     texts = []
     for part in content:
         # Check the usual type first: an `isinstance` that fails is slow for pydantic models.
-        if isinstance(part, TextPart):
-            texts.append(part.text)
-        else:
-            raise UnsupportedField(f"parts of type `{part.type}` are not supported", param="type")
+        if not isinstance(part, TextPart):
+            return list(_parts(content, refused, param))
+        texts.append(part.text)
     return "".join(texts)
+
+
+def _parts(parts: Sequence[TextPart | OtherPart], refused: Refused, param: str) -> Iterator[Json]:
+    for i, part in enumerate(parts):
+        if isinstance(part, TextPart):
+            yield {"type": "text", "text": part.text}
+        else:
+            refused.append(unsupported_part(part.type, f"{param}.{i}"))
+            yield chat_part(part.model_dump(), f"{param}.{i}")
+
+
+def unsupported_part(kind: str, param: str) -> UnsupportedField:
+    text = f"parts of type `{kind}` are not supported by the engines of this model"
+    return UnsupportedField(text, param=param)
+
+
+def chat_part(part: Json, param: str) -> Json:
+    """A part as in chat completions, from one of those or of the Responses API. Raises
+    `UnsupportedField` for files that only the Responses API can name."""
+    match part:
+        case {"type": "input_image", "image_url": str(url)}:
+            detail = {"detail": part["detail"]} if part.get("detail") else {}
+            return {"type": "image_url", "image_url": {"url": url, **detail}}
+        case {"type": "input_file"} if part.get("file_url") is None:
+            names = ("filename", "file_data", "file_id")
+            given = {name: part[name] for name in names if part.get(name) is not None}
+            return {"type": "file", "file": given}
+        case {"type": "input_image" | "input_file" as kind}:
+            text = f"a part of type `{kind}` must contain its data, because chat completions have "
+            text += "no other form of it"
+            raise UnsupportedField(text, param=param)
+    return part
 
 
 def arguments_of(text: str, call: str, param: str) -> Any:
@@ -187,6 +226,19 @@ class ChainedFields(Wire):
 
 
 class CommonFields(ChainedFields):
+    """Unknown fields are kept for the servers behind engines."""
+
+    model_config = ConfigDict(extra="allow")
+    in_extra: ClassVar[tuple[str, ...]] = (
+        "user",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+        "metadata",
+    )
+    """Fields that do not affect Parrot's answer, but may affect the answer of such a server."""
+
     model: Name
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
@@ -194,11 +246,20 @@ class CommonFields(ChainedFields):
     # The program's name and the urgency of the request.
     prompt_cache_key: ForeignId | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    service_tier: Label | None = None
     # These do not affect the answer.
     user: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_retention: Ignored = None
+
+    def ignored(self) -> Json:
+        """The fields of `in_extra` that are set."""
+        given = {name: getattr(self, name) for name in self.in_extra}
+        return {
+            name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+            for name, value in given.items()
+            if value is not None
+        }
 
     @property
     def criteria(self) -> PerformanceCriteria:
@@ -223,6 +284,8 @@ class PredictedContent(Wire):
 
 
 class GenerationFields(CommonFields):
+    in_extra = (*CommonFields.in_extra, "store", "prediction")
+
     max_tokens: GenLength | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stop: Label | StopStrings | None = None

@@ -13,7 +13,7 @@ from parrot.gateway.direct import DirectRequests
 from parrot.gateway.turns import Turns
 from parrot.gateway.vendors.chat_completions import MAX_MESSAGES, ChatMessage, template_messages
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, Wire
-from parrot.gateway.vendors.openai_fields import Ignored
+from parrot.gateway.vendors.openai_fields import Ignored, Refused
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.protocol.fields import MAX_TOKENS, Name, Text, TokenIds
 from parrot.serve.core import ServeCore
@@ -61,7 +61,10 @@ class Tokenize:
             raise InvalidRequest("give either a `prompt` or `messages`", param="prompt")
         prompt: Any = request.prompt
         if request.messages is not None:
-            prompt = template_messages(request.messages)
+            refused = Refused()
+            prompt = template_messages(request.messages, refused)
+            for error in refused:
+                raise error
         ids = await self._turns.tokens(request.model, prompt, {})
         await asyncio.sleep(0)  # Millions of ids take long: let other tasks run first.
         longest = {card.id: card.max_model_len for card in self._core.models().data}

@@ -180,7 +180,7 @@ async def test_constraints_by_all_their_names(
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"audio": {"voice": "x"}}, "audio"),
         ({"response_format": {"type": "grammar"}}, "response_format"),
-        ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "type"),
+        ({"messages": [user([{"type": "image_url", "image_url": {}}])]}, "messages.0.content.0"),
     ],
 )
 async def test_bad_fields_are_named(site: Site, fields: dict[str, Any], param: str) -> None:

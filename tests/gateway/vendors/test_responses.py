@@ -318,7 +318,7 @@ async def test_a_deleted_response_stays_in_what_continues_it(site: Site) -> None
         ({"input": ["x"]}, "input.0.message"),
         ({"input": [{"type": "web_search_call", "id": "x"}]}, "input.0.type"),
         ({"input": [message("user", "x"), {"type": "shell_call"}]}, "input.1.type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
             "input.0.message.content.parts.0.text.text",

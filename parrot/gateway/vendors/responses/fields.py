@@ -26,13 +26,14 @@ from parrot.gateway.vendors.openai_fields import (
     Content,
     Ignored,
     Json,
+    Refused,
     arguments_of,
     call_rules,
     chosen_tool,
     constraint,
+    content_of,
     sampling_fields,
     shown,
-    text_of,
 )
 from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload
@@ -207,16 +208,18 @@ def output_items(output: Sequence[Json]) -> list[ResponseItem]:
     return [item for item in _OUTPUT.validate_python(output) if isinstance(item, ResponseItem)]
 
 
-def template_messages(items: Iterable[ResponseItem]) -> list[Json]:
+def template_messages(items: Iterable[ResponseItem], refused: Refused) -> list[Json]:
     """The messages in the form that chat templates expect. A model's reasoning, text and tool calls
-    are separate items, but become one message."""
+    are separate items, but become one message. Errors for content that templates do not accept are
+    added to `refused`."""
     messages: list[Json] = []
-    for item in items:
+    for i, item in enumerate(items):
         last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
         # Check the usual type first: an `isinstance` that fails is slow for pydantic models.
         if isinstance(item, MessageItem):
-            text = text_of(item.content)
-            if item.role == "assistant" and last is not None and last.keys() & _JOINED:
+            text = content_of(item.content, refused, f"input.{i}.content")
+            is_joined = item.role == "assistant" and last is not None and last.keys() & _JOINED
+            if last is not None and is_joined and isinstance(text, str):
                 last["content"] += text
             else:
                 role = "system" if item.role == "developer" else item.role
@@ -227,7 +230,7 @@ def template_messages(items: Iterable[ResponseItem]) -> list[Json]:
                 messages.append(last)
             last.setdefault("tool_calls", []).append(_call(item))
         elif isinstance(item, CallOutputItem):
-            content = text_of(item.output)
+            content = content_of(item.output, refused, f"input.{i}.output")
             messages.append({"role": "tool", "content": content, "tool_call_id": item.call_id})
         elif isinstance(item, ReasoningItem) and (reasoning := item.reasoning):
             fields = {"role": "assistant", "content": "", "reasoning_content": reasoning}
@@ -322,6 +325,10 @@ class ResponseRequest(CommonFields):
     @property
     def is_kept(self) -> bool:
         return self.store is not False and not self.is_deferred
+
+    def ignored(self) -> Json:
+        verbosity = None if self.text is None else self.text.verbosity
+        return super().ignored() | ({} if verbosity is None else {"verbosity": verbosity})
 
     @property
     def num_logprobs(self) -> int | None:

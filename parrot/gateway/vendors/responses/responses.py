@@ -7,9 +7,9 @@ from contextlib import aclosing
 import orjson
 
 from parrot.gateway.answers import AnswerParser, TextDelta
-from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Caller
-from parrot.gateway.vendors.openai_fields import Json, chained, program_of
+from parrot.gateway.vendors.openai_fields import Json, Refused, chained, program_of
 from parrot.gateway.vendors.parts import AnswerEnd, Part, read_all, stream_parts, whole_parts
 from parrot.gateway.vendors.responses.fields import (
     Asked,
@@ -110,12 +110,12 @@ class Responses:
     def _submit(
         self, asked: Asked, record: StoredResponse, *, is_resumed: bool = False
     ) -> tuple[Turn, AnswerParser]:
-        request = asked.request
+        request, refused = asked.request, Refused()
         turn = self._turns.submit(
             TurnRequest(
                 tenant=record.tenant,
                 model=request.model,
-                prompt=_messages(request, record),
+                prompt=_messages(request, record, refused),
                 samplings=[request.sampling()],
                 options=request.template_options(),
                 calls=request.call_rules(),
@@ -124,6 +124,9 @@ class Responses:
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 chain=request.chain(),
+                unknown=request.model_extra or {},
+                ignored=request.ignored,
+                refused=refused,
                 is_resumed=is_resumed,
             )
         )
@@ -135,7 +138,10 @@ class Responses:
         if request.parrot is not None:
             text = "tokens cannot be counted with `parrot` fields: variables may have no values yet"
             raise UnsupportedField(text, param="parrot")
-        messages = _messages(request, self._record(request, caller.tenant))
+        refused: Refused = [unknown_field(name) for name in request.model_extra or ()]
+        messages = _messages(request, self._record(request, caller.tenant), refused)
+        for error in refused:
+            raise error
         options = request.template_options()
         count = await self._turns.count_tokens(request.model, messages, options)
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": count})
@@ -357,11 +363,11 @@ def _fingerprint(request: ResponseRequest) -> str:
     return hashlib.sha256(request.model_dump_json(exclude={"stream"}).encode()).hexdigest()
 
 
-def _messages(request: ResponseRequest, record: StoredResponse) -> list[Json]:
+def _messages(request: ResponseRequest, record: StoredResponse, refused: Refused) -> list[Json]:
     system: list[Json] = []
     if request.instructions is not None:
         system = [{"role": "system", "content": request.instructions}]
-    return system + template_messages(record.context())
+    return system + template_messages(record.context(), refused)
 
 
 def _job(record: StoredResponse, param: str | None = None) -> Background:

@@ -1,0 +1,219 @@
+"""Requests that Parrot does not understand completely: a server behind it gets all of them, and a
+builtin engine rejects them. Over real HTTP, with a fake of the server."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
+from parrot.utils.config import parse_config
+from tests.gateway.vendors.conftest import serve
+from tests.support.app_server import serve_app
+from tests.support.fake_engine import fake_engine
+from tests.support.fake_openai import FakeOpenAI
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA", "detail": "low"}}
+AUDIO = {"type": "input_audio", "input_audio": {"data": "BBBB", "format": "wav"}}
+FILE = {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,C"}}
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+class Front:
+    """A client of a ServeCore in front of `fake`."""
+
+    def __init__(self, http: aiohttp.ClientSession, core: ServeCore, fake: FakeOpenAI) -> None:
+        self.http, self.core, self.fake = http, core, fake
+
+    async def send(self, path: str, body: Any, **options: Any) -> tuple[int, Any]:
+        given = {"model": "gpt-fake"} | body
+        async with self.http.post(path, json=given, **options) as response:
+            return response.status, await response.json()
+
+    async def post(self, path: str, body: Any, **options: Any) -> Any:
+        status, answer = await self.send(path, body, **options)
+        assert status == 200, answer
+        return answer
+
+    async def chat(self, *content: Any, **fields: Any) -> Any:
+        messages = [{"role": "user", "content": list(content) or "x"}]
+        return await self.post(CHAT, {"messages": messages} | fields)
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The last body that the server got."""
+        return self.fake.bodies[-1]
+
+    @property
+    def content(self) -> Any:
+        """The content of the last message that the server got."""
+        return self.sent["messages"][-1]["content"]
+
+
+@asynccontextmanager
+async def front_of(fake: FakeOpenAI, entry: Any = None, **keys: Any) -> AsyncIterator[Front]:
+    async with serve_app(fake.app()) as server:
+        entries = [{"url": f"{server}/v1"} | (entry or {})]
+        core = ServeCore(parse_config(CoreConfig, {"servers": entries, **keys}, "test"))
+        async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
+            while not core.fleet.engines:
+                await core.fleet.joined()
+            yield Front(http, core, fake)
+            core.check_integrity()
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[Front]:
+    async with front_of(FakeOpenAI(owned_by="vllm")) as front:
+        yield front
+
+
+@pytest.fixture
+async def builtin() -> AsyncIterator[Any]:
+    """A ServeCore with an engine that is no foreign server."""
+    async with serve(CoreConfig(), fake_engine("e0", model="gpt-fake")) as site:
+        yield site
+
+
+async def test_unknown_fields_reach_the_server(front: Front) -> None:
+    extra = {"min_tokens": 2, "mm_processor_kwargs": {"fps": [1]}, "think": False, "none": None}
+    known = {"service_tier": "on_demand", "user": "ann", "verbosity": "low", "store": False}
+    await front.chat(**extra, **known)
+    assert extra.items() <= front.sent.items()
+    assert known.items() <= front.sent.items()
+    await front.post(COMPLETIONS, {"prompt": "x", "suffix": "y", "skip_special_tokens": False})
+    assert (front.sent["suffix"], front.sent["skip_special_tokens"]) == ("y", False)
+    await front.post(MESSAGES, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+                     | {"min_tokens": 3})  # fmt: skip
+    assert front.sent["min_tokens"] == 3
+    await front.post(RESPONSES, {"input": "x", "min_tokens": 4, "text": {"verbosity": "high"}})
+    assert (front.sent["min_tokens"], front.sent["verbosity"]) == (4, "high")
+
+
+async def test_parrots_own_fields_win(front: Front) -> None:
+    await front.chat(max_tokens=2, cache_salt="mine", priority=7)
+    assert (front.sent["max_tokens"], front.sent["priority"]) == (2, 7)
+    for name in ("prompt", "echo", "input"):
+        body = {"messages": [{"role": "user", "content": "x"}], name: "y"}
+        status, answer = await front.send(CHAT, body)
+        assert (status, answer["error"]["param"]) == (400, name)
+
+
+async def test_calls_with_other_fields_are_other_calls(front: Front) -> None:
+    """A result is reused for equal requests only."""
+    for min_tokens in (1, 2, 1):
+        await front.chat(temperature=0, min_tokens=min_tokens)
+    assert [body["min_tokens"] for body in front.fake.bodies] == [1, 2]
+
+
+async def test_unknown_fields_of_messages_reach_the_server(front: Front) -> None:
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y", "prefix": True, "audio": None},
+    ]
+    await front.post(CHAT, {"messages": messages})
+    assert front.sent["messages"][1] == {"role": "assistant", "content": "y", "prefix": True}
+
+
+async def test_images_audio_and_files_reach_the_server(front: Front) -> None:
+    await front.chat(TEXT, IMAGE, AUDIO, FILE)
+    assert front.content == [TEXT, IMAGE, AUDIO, FILE]
+
+
+async def test_images_of_other_apis_reach_the_server(front: Front) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    image = {"type": "image", "source": source}
+    pdf = {"type": "document", "title": "a.pdf", "source": source | {"media_type": "x/pdf"}}
+    link = {"type": "image", "source": {"type": "url", "url": "https://h/i.png"}}
+    body = {"messages": [{"role": "user", "content": [TEXT, image, link, pdf]}], "max_tokens": 9}
+    await front.post(MESSAGES, body)
+    assert front.content == [
+        TEXT,
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "image_url", "image_url": {"url": "https://h/i.png"}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:x/pdf;base64,AAAA"}},
+    ]
+    url = IMAGE["image_url"]["url"]
+    content = [
+        {"type": "input_text", "text": "What is this?"},
+        {"type": "input_image", "image_url": url, "detail": "low"},
+        {"type": "input_file"} | FILE["file"],
+    ]
+    answer = await front.post(RESPONSES, {"input": [{"role": "user", "content": content}]})
+    assert front.content == [TEXT, IMAGE, FILE]
+    await front.post(RESPONSES, {"input": "And now?", "previous_response_id": answer["id"]})
+    assert front.sent["messages"][0]["content"] == [TEXT, IMAGE, FILE]
+
+
+async def test_a_result_of_a_tool_may_be_an_image(front: Front) -> None:
+    image = {"type": "image", "source": {"type": "url", "url": "https://h/i.png"}}
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [image]}
+    messages = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    await front.post(MESSAGES, {"messages": messages, "max_tokens": 9})
+    assert front.content == [{"type": "image_url", "image_url": {"url": "https://h/i.png"}}]
+
+
+async def test_files_that_only_another_api_can_name_are_refused(front: Front) -> None:
+    for part in ({"type": "input_image", "file_id": "f"}, {"type": "input_file", "file_url": "u"}):
+        body = {"input": [{"role": "user", "content": [part]}]}
+        status, answer = await front.send(RESPONSES, body)
+        assert (status, answer["error"]["param"]) == (400, "input.0.content.0")
+
+
+async def test_equal_images_have_equal_prefixes(front: Front) -> None:
+    """Only the hash of an image counts, in the prompt that the page shows and in prefixes."""
+    long = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    ask = {"role": "user", "content": [TEXT, long]}
+    headers = []
+    for messages in (
+        [ask],
+        [ask, {"role": "assistant", "content": "one two three"}, ask],
+        [{"role": "user", "content": [TEXT, IMAGE]}],
+    ):
+        async with front.http.post(
+            CHAT, json={"model": "gpt-fake", "messages": messages}
+        ) as response:
+            assert response.status == 200
+            headers.append(response.headers["x-parrot-prefix"])
+    assert headers[0] == headers[2] == "new"
+    assert headers[1].startswith("continued; reused=")
+    assert int(headers[1].rpartition("=")[2]) < 1000
+
+
+async def test_a_builtin_engine_rejects_all_this(builtin: Any) -> None:
+    user = {"role": "user", "content": "x"}
+    cases = [
+        (CHAT, {"messages": [user], "min_tokens": 2}, "min_tokens"),
+        (CHAT, {"messages": [user | {"prefix": True}]}, "messages.0.prefix"),
+        (CHAT, {"messages": [user | {"content": [TEXT, IMAGE]}]}, "messages.0.content.1"),
+        (CHAT, {"messages": [user], "modalities": ["text", "audio"]}, "modalities"),
+        (COMPLETIONS, {"prompt": "x", "min_tokens": 2}, "min_tokens"),
+        (COMPLETIONS, {"prompt": "x", "suffix": "y"}, "suffix"),
+        (RESPONSES, {"input": "x", "min_tokens": 2}, "min_tokens"),
+        (
+            RESPONSES,
+            {"input": [user | {"content": [{"type": "input_image", "image_url": "u"}]}]},
+            "input.0.content.0",
+        ),
+        ("/v1/responses/input_tokens", {"input": "x", "min_tokens": 2}, "min_tokens"),
+        ("/tokenize", {"messages": [user | {"content": [IMAGE]}]}, "messages.0.content.0"),
+    ]
+    for path, body, param in cases:
+        status, answer = await builtin.send(path, {"model": "gpt-fake"} | body)
+        assert (status, answer["error"]["param"]) == (400, param), path
+    image = {"type": "image", "source": {"type": "url", "url": "https://h/i.png"}}
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        limit = {"max_tokens": 9} if path == MESSAGES else {}
+        for body in ({"min_tokens": 2, "messages": [user]},
+                     {"messages": [user | {"content": [image]}]}):  # fmt: skip
+            status, answer = await builtin.send(path, {"model": "gpt-fake"} | limit | body)
+            assert status == 400, answer
+            named = "min_tokens" if "min_tokens" in body else "type `image`"
+            assert named in answer["error"]["message"]
