@@ -82,8 +82,8 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         served = [on_home_shard(core, config.shards.cores, endpoint) for endpoint in served]
     if audit is not None:
         served = [audited(one, audit) if is_operator_endpoint(one) else one for one in served]
-    served += vendor_endpoints(core, turns)
-    served += response_endpoints(core, responses)
+    # Routes are tried in order. The vendors' routes receive the most requests.
+    served = [*vendor_endpoints(core, turns), *response_endpoints(core, responses), *served]
     shown = Page(core, audit).routes() if config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app

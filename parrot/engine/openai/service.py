@@ -51,7 +51,7 @@ from parrot.protocol.engine_api import (
     TokenizerResponse,
     Usage,
 )
-from parrot.protocol.engine_client import OnChunk, hand_over
+from parrot.protocol.engine_client import OnChunk
 from parrot.protocol.errors import (
     Cancelled,
     InvalidRequest,
@@ -71,7 +71,6 @@ class _Job(Generic[_R]):
     """One request of this engine."""
 
     turns: dict[int, ContextTurn]
-    chunks: "asyncio.Queue[StreamChunk | None]"  # None marks the end.
     task: "asyncio.Task[_R]" = field(init=False)
     error: ParrotError | None = None  # The reason of an abort.
 
@@ -258,16 +257,16 @@ class OpenAIService:
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        if on_chunk is None:
-            return await self._launch_generate(request, stream=False).result()
-        return await hand_over(self.generate_stream(request), on_chunk)
+        return await self._launch_generate(request, on_chunk).result()
 
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
-        job = self._launch_generate(request, stream=True)
+        chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()  # None marks the end.
+        job = self._launch_generate(request, chunks.put_nowait)
+        job.task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
-            while (chunk := await job.chunks.get()) is not None:
+            while (chunk := await chunks.get()) is not None:
                 yield chunk
             yield await job.result()
         finally:
@@ -376,12 +375,15 @@ class OpenAIService:
 
     # Jobs
 
-    def _launch_generate(self, request: GenerateRequest, *, stream: bool) -> _Job[GenerateResponse]:
+    def _launch_generate(
+        self, request: GenerateRequest, on_chunk: OnChunk | None
+    ) -> _Job[GenerateResponse]:
+        """`on_chunk` receives each chunk of the answer. None: the answer is not streamed."""
         _require_text(request.fills)
         self._upstream.check(_needs(request))
         wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
         return self._launch(
-            wanted, request.cache_salt, lambda job: self._generate(job, request, stream)
+            wanted, request.cache_salt, lambda job: self._generate(job, request, on_chunk)
         )
 
     def _launch(
@@ -396,7 +398,7 @@ class OpenAIService:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
-        job: _Job[_R] = _Job({}, asyncio.Queue())
+        job: _Job[_R] = _Job({})
         job.turns = self._contexts.enter(wanted, job, salt)
         self._jobs.add(job)
         job.task = asyncio.create_task(work(job))
@@ -407,7 +409,6 @@ class OpenAIService:
         self._jobs.discard(job)
         for turn in job.turns.values():
             turn.leave()
-        job.chunks.put_nowait(None)
 
     async def _abort(self, jobs: Collection[_Job[Any]], error: ParrotError) -> None:
         for job in jobs:
@@ -428,7 +429,7 @@ class OpenAIService:
                 turn.leave()
 
     async def _generate(
-        self, job: _Job[GenerateResponse], request: GenerateRequest, stream: bool
+        self, job: _Job[GenerateResponse], request: GenerateRequest, on_chunk: OnChunk | None
     ) -> GenerateResponse:
         submitted = self._clock.now()
         await self._upstream.check_with_probe(_needs(request))
@@ -438,7 +439,7 @@ class OpenAIService:
         async with self._gate.admit(request.priority if self._by_priority else 0):
             started = self._clock.now()
             with self._costs.answering(len(context) / CHARS_PER_TOKEN) as answer:
-                response = await self._ask(job, context, request, stream)
+                response = await self._ask(context, request, on_chunk)
                 answer.usage = response.usage
         response.usage.queue_s = started - submitted
         return response
@@ -449,25 +450,25 @@ class OpenAIService:
 
     def _append(
         self,
-        job: _Job[Any],
         context: TextContext,
         texts: list[str],
         text: str,
         logprobs: AnswerLogprobs,
+        on_chunk: OnChunk | None,
     ) -> None:
         """Append `text` to the answer and to the context, and send it as a chunk."""
         if text:
             texts.append(text)
             self._contexts.append(context, text)
-            told = logprobs.part()
-            job.chunks.put_nowait(StreamChunk(ids=[], text=text, logprobs=told))
+            if on_chunk is not None:
+                on_chunk(StreamChunk(ids=[], text=text, logprobs=logprobs.part()))
 
     async def _ask(
-        self, job: _Job[Any], context: TextContext, request: GenerateRequest, stream: bool
+        self, context: TextContext, request: GenerateRequest, on_chunk: OnChunk | None
     ) -> GenerateResponse:
         """One request to the server and its answer. Without a stream, prefill time is included in
         `decode_s`. If the server reports no usage, each chunk of a stream counts as one token."""
-        stream = stream or self._upstream.is_serial
+        stream = on_chunk is not None or self._upstream.is_serial
         started = first_text = self._clock.now()
         texts: list[str] = []
         reason, counted = FinishReason.STOP, None
@@ -492,9 +493,9 @@ class OpenAIService:
                 text = chunk.text if writer is None else chunk.written(writer)
                 if text and stream and not texts:
                     first_text = self._clock.now()
-                self._append(job, context, texts, text, logprobs)
+                self._append(context, texts, text, logprobs, on_chunk)
         if writer is not None:
-            self._append(job, context, texts, writer.finish(), logprobs)
+            self._append(context, texts, writer.finish(), logprobs, on_chunk)
         if counted is None and stream:
             num_prompt = math.ceil((len(context) - sum(map(len, texts))) / CHARS_PER_TOKEN)
             counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
