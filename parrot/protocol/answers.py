@@ -46,7 +46,7 @@ from parrot.protocol.errors import (
     NotFound,
     ParrotError,
     PayloadTooLarge,
-    QueueFull,
+    QuotaExceeded,
     error_from_payload,
 )
 from parrot.protocol.server_config import ConnectionLimits
@@ -128,7 +128,7 @@ def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, An
 
 
 def error_headers(error: ParrotError, status: int) -> Mapping[str, str] | None:
-    if isinstance(error, QueueFull) and error.retry_after_s is not None:
+    if isinstance(error, QuotaExceeded) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, ceil(error.retry_after_s)))}
     return _HEADERS.get(status)
 

@@ -126,10 +126,7 @@ class UnsupportedMediaType(ParrotError, status=415): ...
 class MisdirectedRequest(ParrotError, status=421): ...
 
 
-class QuotaExceeded(ParrotError, status=429): ...
-
-
-class QueueFull(QuotaExceeded):
+class QuotaExceeded(ParrotError, status=429):
     """`retry_after_s`: seconds after which the client may retry. None: unknown."""
 
     def __init__(
@@ -137,6 +134,9 @@ class QueueFull(QuotaExceeded):
     ) -> None:
         super().__init__(message, param=param)
         self.retry_after_s = retry_after_s
+
+
+class QueueFull(QuotaExceeded): ...
 
 
 class RateLimited(QueueFull): ...

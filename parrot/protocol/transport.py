@@ -23,7 +23,7 @@ from parrot.protocol.errors import (
     InternalError,
     InvalidRequest,
     ParrotError,
-    QueueFull,
+    QuotaExceeded,
     Unavailable,
     error_from_payload,
 )
@@ -209,7 +209,7 @@ def encode_body(body: Any) -> bytes | None:
 def own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
     """The error of a Parrot server."""
     error = error_from_payload(payload, status)
-    if isinstance(error, QueueFull):
+    if isinstance(error, QuotaExceeded):
         error.retry_after_s = retry_after_s(headers)
     return error
 

@@ -1,5 +1,6 @@
 """The client of an engine that runs in the same process."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 
 from parrot.engine.service import EngineService
@@ -34,8 +35,10 @@ class HostedEngine(EngineClient):
         self._service = service
         self._incarnation = incarnation
         self._require_server = require_server
+        self.closed = asyncio.Event()
 
     async def close(self) -> None:
+        self.closed.set()
         await self._service.close()
 
     async def fill(self, request: FillRequest) -> FillResponse:

@@ -2,13 +2,19 @@
 
 GET URL/models -> [A, B]        engines: A, B
 GET URL/models -> [A, C]        engines: A, C    B is lost, C joins
-no answer                       engines: A, C    as before
+HTTP 503, or a timeout          engines: A, C    as before
 a call cannot connect           engines: C       its ping fails: A is lost
 GET URL/models -> [A, C]        engines: A, C    A joins again
+connection refused              no engines       except engines with calls
+no answer for one lease         no engines       the leases expire
+
+An answer of the server is the heartbeat of its engines. A server that restarts gets new engines,
+because its cache is empty.
 """
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -17,22 +23,22 @@ from urllib.parse import urlsplit
 
 from parrot.engine.config import OpenAIConfig, parse_engine_config
 from parrot.engine.openai.probe import ModelEntry, list_models
-from parrot.engine.openai.service import OpenAIService
 from parrot.engine.openai.upstream import server_client
-from parrot.protocol.engine_api import HeartbeatRequest
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.errors import ParrotError, Unavailable
+from parrot.protocol.transport import Unreachable
 from parrot.serve.config import UpstreamServer
 from parrot.serve.execution.fleet import Fleet
-from parrot.upstreams.hosted_engine import HostedEngine
+from parrot.upstreams.served_model import ServedModel, wait_until_set
 from parrot.utils.clock import Clock
-from parrot.utils.ids import new_token
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
-_LIST_INTERVAL_S = 10.0  # Seconds between two reads of a model list. New models wait that long.
-_FIRST_RETRY_S = 0.25  # Seconds until a server that did not answer is asked again, at first.
-_HEARTBEATS_PER_LEASE = 3  # A lease survives two heartbeats that are late.
+# Largest number of seconds between two reads of a model list. New models wait that long.
+_LIST_INTERVAL_S = 10.0
+# Seconds until a server that did not answer is asked again. Each failure doubles them.
+_FIRST_RETRY_S, _MAX_RETRY_S = 0.25, 2.0
+_READS_PER_LEASE = 3  # A lease survives two reads without an answer.
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
@@ -93,25 +99,28 @@ class _Follower:
         self._clock = clock
         self._environ = environ
         self._http = server_client(engine_config(server, "any"), environ)
+        self._interval_s = min(_LIST_INTERVAL_S, fleet.lease_s / _READS_PER_LEASE)
         self._tasks = TaskSet()
-        self._served: dict[str, tuple[ModelEntry, asyncio.Task[None]]] = {}  # By model name.
+        self._served: dict[str, tuple[ServedModel, asyncio.Task[None]]] = {}  # By model name.
         self._is_closing = False
+        self._answered_at = -math.inf  # When the server last answered a request for the list.
         self._lost = asyncio.Event()  # An engine was lost since the last read of the list.
 
     async def run(self) -> None:
         retry_s = _FIRST_RETRY_S
         while True:
             try:
-                listed = await list_models(self._http)
+                await self._read_list()
             except ParrotError as error:
                 if retry_s == _FIRST_RETRY_S:  # Not at each attempt.
                     logger.warning("%s: %s", self.url, error.message)
+                self._record_failure(error)
                 await self._clock.sleep(retry_s)
-                retry_s = min(2 * retry_s, _LIST_INTERVAL_S)
+                retry_s = min(2 * retry_s, _MAX_RETRY_S)
             else:
                 retry_s = _FIRST_RETRY_S
-                self._follow(listed)
-                await self._pause()
+                self._lost.clear()
+                await wait_until_set(self._lost, self._clock, self._interval_s)
 
     async def close(self) -> None:
         """The engines stay registered: ServeCore ends their calls when it closes."""
@@ -119,57 +128,46 @@ class _Follower:
         await self._tasks.close()
         await self._http.close()
 
-    async def _pause(self) -> None:
-        """Wait until the list should be read again."""
-        self._lost.clear()
-        waits = [
-            asyncio.ensure_future(self._clock.sleep(_LIST_INTERVAL_S)),
-            asyncio.ensure_future(self._lost.wait()),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _read_list(self) -> None:
+        if any(model.has_serial_answer for model, _ in self._served.values()):
+            return
+        listed = await list_models(self._http)
+        self._answered_at = self._clock.now()
+        self._follow(listed)
+
+    def _record_failure(self, error: ParrotError) -> None:
+        if not isinstance(error, Unavailable):
+            self._answered_at = self._clock.now()  # The server answered with an error.
+        elif isinstance(error, Unreachable):
+            for model, _ in self._served.values():
+                model.lose(error.message, if_idle=True)
 
     def _follow(self, listed: Sequence[ModelEntry]) -> None:
         wanted = self._server.models
         cards = {card.id: card for card in listed if card.id and (not wanted or card.id in wanted)}
-        for name, (card, task) in list(self._served.items()):
-            if cards.get(name) != card or task.done():
+        for name, (model, task) in list(self._served.items()):
+            if cards.get(name) != model.card or task.done():
                 task.cancel()
                 del self._served[name]
         for name, card in cards.items():
             if name not in self._served:
-                task = self._tasks.spawn(self._serve(name), name=f"{name} of {self.url}")
-                self._served[name] = card, task
-
-    async def _serve(self, model: str) -> None:
-        """Keep the model's engine registered until this task is cancelled or the engine is lost.
-        After a loss, the next answer of `/models` starts this again."""
-        service = OpenAIService(
-            engine_config(self._server, model), clock=self._clock, environ=self._environ
-        )
-        incarnation = new_token()
-        client = HostedEngine(service, incarnation, self._require_server)
-        await service.start()
-        info = service.engine_info().model_copy(update={"incarnation": incarnation})
-        engine_id = await self._fleet.register(info, client)
-        try:
-            while True:
-                await self._clock.sleep(self._fleet.lease_s / _HEARTBEATS_PER_LEASE)
-                beat = HeartbeatRequest(
-                    engine_id=engine_id,
-                    engine_name=info.engine_name,
-                    runtime_info=service.runtime_info({}),
+                config = engine_config(self._server, name)
+                model = ServedModel(
+                    card, config, self._fleet, self._clock, self._environ, self._require_server
                 )
-                if self._fleet.heartbeat(beat).state == "unknown":
-                    self._lost.set()
-                    return
+                task = self._tasks.spawn(self._serve(model), name=f"{name} of {self.url}")
+                self._served[name] = model, task
+
+    async def _serve(self, model: ServedModel) -> None:
+        """Serve the model until this task is cancelled or its engine is lost. After a loss, the
+        next answer of `/models` starts a new task."""
+        reason = f"{self.url} no longer serves {model.card.id}"
+        try:
+            reason = await model.serve(lambda: self._answered_at, self._interval_s)
         finally:
-            engine = self._fleet.engines.get(engine_id)
-            if engine is not None and not self._is_closing:
-                self._fleet.lose(engine, f"{self.url} no longer serves {model}")
+            if not self._is_closing:
+                model.lose(reason)
+                self._lost.set()
 
     async def _require_server(self) -> None:
         await list_models(self._http)

@@ -32,7 +32,8 @@ class Fault:
 class FakeOpenAI:
     """`told` is what it has at other paths, `cache` its memory, if that matters. `faults` are used
     up first, one a request. With `hold`, answers come only once it is set (streams: all but the
-    first word). `cancelled` is set when a client leaves before its answer."""
+    first word). `cancelled` is set when a client leaves before its answer. A stream waits `word_s`
+    before each word but the first."""
 
     reply: str = "one two three"
     models: tuple[str, ...] = ("gpt-fake",)
@@ -55,6 +56,7 @@ class FakeOpenAI:
     urls: list[str] = field(default_factory=list)
     arrivals: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    word_s: float = 0.0
     num_open: int = 0
     max_open: int = 0
 
@@ -92,7 +94,7 @@ class FakeOpenAI:
         self.headers.append(dict(request.headers))
         self.urls.append(str(request.url))
         self.arrivals.release()
-        fault = self.faults.pop(0) if self.faults else None
+        fault = self._next_fault()
         if fault is not None and fault.after_chunks is None:
             return JSONResponse(fault.body, fault.status, headers=dict(fault.headers))
         is_chat = request.url.path.endswith("/chat/completions")
@@ -100,6 +102,9 @@ class FakeOpenAI:
             events = self._events(body, is_chat, fault)
             return StreamingResponse(events, media_type="text/event-stream")
         return await self._whole(request, body, is_chat)
+
+    def _next_fault(self) -> Fault | None:
+        return self.faults.pop(0) if self.faults else None
 
     async def _embeddings(self, request: Request) -> Response:
         """Vectors that tell their inputs' lengths, the last one first."""
@@ -202,6 +207,8 @@ class FakeOpenAI:
                     return
                 if at and self.hold is not None:
                     await self.hold.wait()
+                if at and self.word_s:
+                    await asyncio.sleep(self.word_s)
                 choice = {"delta": {"content": word}} if is_chat else {"text": word}
                 is_last = at == len(words) - 1
                 end: dict[str, Any] = {"finish_reason": finish if is_last else None}

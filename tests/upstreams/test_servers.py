@@ -3,65 +3,19 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
-from parrot.upstreams import servers
 from parrot.utils.config import ConfigError, parse_config
 from tests.support.app_server import serve_app
 from tests.support.fake_openai import FakeOpenAI, Fault
-
-
-@pytest.fixture(autouse=True)
-def lists_are_read_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(servers, "_LIST_INTERVAL_S", 0.02)
-
-
-class Client:
-    """Calls a ServeCore as an OpenAI client does."""
-
-    def __init__(self, http: aiohttp.ClientSession, core: ServeCore) -> None:
-        self._http = http
-        self.core = core
-
-    async def models(self) -> list[str]:
-        async with self._http.get("/v1/models") as response:
-            return [card["id"] for card in (await response.json())["data"]]
-
-    async def ask(self, model: str = "gpt-fake") -> tuple[int, Any]:
-        body = {"model": model, "messages": [{"role": "user", "content": "x"}]}
-        async with self._http.post("/v1/chat/completions", json=body) as response:
-            return response.status, await response.json()
-
-    async def until_served(self, *models: str, times: int = 1) -> None:
-        """Until these models are listed, each by so many engines."""
-        async with asyncio.timeout(20):
-            while (  # noqa: ASYNC110 - nothing else tells it
-                await self.models() != list(models) or self.num_engines != times * len(models)
-            ):
-                await asyncio.sleep(0.01)
-
-    @property
-    def num_engines(self) -> int:
-        return len(self.core.fleet.engines)
-
-
-@asynccontextmanager
-async def core_of(*entries: dict[str, Any], **keys: Any) -> AsyncIterator[Client]:
-    """A ServeCore whose config key `servers` has these entries."""
-    config = parse_config(CoreConfig, {"servers": list(entries), **keys}, "test")
-    core = ServeCore(config)
-    async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
-        yield Client(http, core)
-        core.check_integrity()
+from tests.upstreams.conftest import core_of
 
 
 async def test_every_model_of_a_server_can_be_called() -> None:

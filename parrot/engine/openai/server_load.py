@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # Consecutive failures after which the last known load is dropped.
 _MAX_REQUESTS = 10**6  # Upper bound for a reported number of requests.
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
+_START_TIME = "process_start_time_seconds"
 _SAMPLE = re.compile(r"^([\w:]+)(?:\{([^}\n]*)\})? ([^\s]+)", re.MULTILINE)
 
 
@@ -84,7 +85,9 @@ class LoadWatch:
         self._on_read = on_read
         self._tasks = TaskSet()
         self._num_failures = 0
+        self._started_at: float | None = None  # Of the server's process, in Unix time.
         self.latest: ServerLoad | None = None
+        self.server_restarted = False
 
     def begin(self) -> None:
         """Start a reading. No effect while one is running, or if the server has no load metrics."""
@@ -106,11 +109,19 @@ class LoadWatch:
                 self._set(None)
             return
         self._num_failures = 0
+        self._note_start(metrics)
         # Take the larger number, so that own requests that began or finished during the reading do
         # not count as requests of other clients.
         num_sent = max(before, self._num_sent())
         kv_tokens = self._upstream.capabilities.kept_tokens or 0
         self._set(read_load(metrics, names, num_sent, kv_tokens))
+
+    def _note_start(self, metrics: str) -> None:
+        """A server with several processes reports no start time, or several. These are ignored."""
+        starts = [value for _, _, value in _samples(metrics, {_START_TIME}, "")]
+        if len(starts) == 1:
+            self.server_restarted |= self._started_at not in (None, starts[0])
+            self._started_at = starts[0]
 
     def _set(self, load: ServerLoad | None) -> None:
         if load != self.latest:

@@ -27,7 +27,7 @@ from parrot.engine.core.steps import StepCostFit
 from parrot.engine.openai.contexts import ContextTurn, TextContext, TextContexts
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.server_load import LoadWatch
-from parrot.engine.openai.upstream import Upstream
+from parrot.engine.openai.upstream import Backoff, Upstream, retries_temporary
 from parrot.engine.openai.wire import AnswerWriter, Question, WireUsage
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
@@ -217,16 +217,19 @@ class OpenAIService:
         *,
         clock: Clock | None = None,
         environ: Mapping[str, str] = os.environ,
+        backoff: Backoff = retries_temporary,
     ) -> None:
-        """Does not connect. Raises `ConfigError` if the API key is missing."""
+        """Does not connect. `backoff` chooses the errors after which a request is sent again.
+        Raises `ConfigError` if the API key is missing."""
         self._config = config
         self._clock = clock or MonotonicClock()
-        self._upstream = Upstream(config, environ)
+        self._upstream = Upstream(config, environ, backoff)
         self._gate = PriorityGate(config.scheduler.max_batch_size)
         self._by_priority = config.scheduler.policy == "priority"
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
         self._jobs: set[_Job[Any]] = set()
+        self.answered_at = -math.inf  # When the server last sent a part of an answer.
         self._costs = AnswerCosts(self._clock)
         self._watch = LoadWatch(
             self._upstream, lambda: self._gate.num_admitted, self._costs.set_external_load
@@ -360,6 +363,16 @@ class OpenAIService:
     def tokenizer(self) -> TokenizerResponse | None:
         return None
 
+    @property
+    def has_serial_answer(self) -> bool:
+        """Whether any other request to the server would cut off a running answer."""
+        return self._upstream.is_serial and self._gate.num_admitted > 0
+
+    @property
+    def server_restarted(self) -> bool:
+        """Whether the server was restarted since this engine has read its metrics first."""
+        return self._watch.server_restarted
+
     def check_integrity(self) -> None:
         self._contexts.check_integrity()
         assert self._gate.num_admitted <= len(self._jobs), "the gate counts jobs that are gone"
@@ -486,6 +499,7 @@ class OpenAIService:
         writer = None if request.conversation is None else AnswerWriter()
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
+                self.answered_at = self._clock.now()
                 reason = chunk.finish_reason or reason
                 stop_string = chunk.stop_string or stop_string
                 counted = chunk.usage or counted

@@ -55,13 +55,13 @@ _OVERLOADED = frozenset({429, 503, 529})
 _NO_CREDIT = frozenset({"insufficient_quota", "billing_hard_limit_reached"})
 
 
-class Overloaded(QuotaExceeded):
-    """The foreign server is overloaded. `retry_after_s`: its `Retry-After`, if any. This is not an
-    `Unavailable`, because ServeCore would then consider this engine and its contexts lost."""
+Backoff = Callable[[Exception], bool | float]
+"""Stamina's hook: whether to retry, or the seconds to wait before a retry."""
 
-    def __init__(self, message: str, retry_after_s: float | None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+
+class Overloaded(QuotaExceeded):
+    """The foreign server is overloaded. This is not an `Unavailable`, because ServeCore would then
+    consider this engine and its contexts lost."""
 
 
 class NotServed(EngineFailed):
@@ -72,8 +72,8 @@ class TemporaryFailure(EngineFailed):
     """The foreign server failed temporarily."""
 
 
-def backoff(error: Exception) -> bool | float:
-    """Stamina's hook: whether to retry, or the seconds to wait before a retry."""
+def retries_temporary(error: Exception) -> bool | float:
+    """Retry temporary errors. The server's `Retry-After` sets the wait, up to 60 s."""
     if isinstance(error, Overloaded):
         wait_s = error.retry_after_s
         return True if wait_s is None else (wait_s <= _MAX_WAIT_S and wait_s)
@@ -104,7 +104,9 @@ class ErrorTranslator:
     no connection            Unavailable           yes
     """
 
-    def __init__(self, secret: str | None) -> None:
+    def __init__(self, server: str, secret: str | None) -> None:
+        """`server` names the server in messages."""
+        self._server = server
         self._secret = secret
 
     def read(self, payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
@@ -115,19 +117,19 @@ class ErrorTranslator:
         message = self._clean(details.get("message", error))
         if status in (401, 403):
             return EngineFailed(
-                f"the server behind this engine refused its API key (HTTP {status}); "
+                f"the server {self._server} refused the API key (HTTP {status}); "
                 "check `instance.api_key` or the environment variable it stands for"
             )
         if names & _NO_CREDIT:
-            return EngineFailed(f"the account behind this engine has no credit: {message}")
+            return EngineFailed(f"the account at {self._server} has no credit: {message}")
         if status in _OVERLOADED:
             return Overloaded(
-                f"the server behind this engine is overloaded (HTTP {status}): {message}",
-                retry_after_s(headers),
+                f"the server {self._server} is overloaded (HTTP {status}): {message}",
+                retry_after_s=retry_after_s(headers),
             )
         if status in (400, 413, 422):
             return self._refused(names, message)
-        text = f"the server behind this engine answered HTTP {status}: {message}"
+        text = f"the server {self._server} answered HTTP {status}: {message}"
         if status in (404, 405, 501):
             return NotServed(text)
         may_pass = status >= 500 or status in (408, 409)
@@ -140,12 +142,11 @@ class ErrorTranslator:
         code = error.get("code") if isinstance(error, Mapping) else None
         return self.read(payload, code if isinstance(code, int) else 500, {})
 
-    @staticmethod
-    def _refused(names: set[Any], message: str) -> InvalidRequest:
+    def _refused(self, names: set[Any], message: str) -> InvalidRequest:
         lower = message.lower()
         if names & _TOO_LONG_CODES or any(words in lower for words in _TOO_LONG_WORDS):
             return PromptTooLong(message)
-        return InvalidRequest(f"the server behind this engine refused the request: {message}")
+        return InvalidRequest(f"the server {self._server} refused the request: {message}")
 
     def _clean(self, message: object) -> str:
         text = message if isinstance(message, str) else "no reason given"
@@ -216,7 +217,7 @@ def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ)
     """An HTTP client of the foreign server that raises Parrot's errors. Raises `ConfigError` if the
     key is missing or a file cannot be read."""
     key = _api_key(config, environ)
-    return _client(config, key, _tls(config), ErrorTranslator(key))
+    return _client(config, key, _tls(config), ErrorTranslator(_base_url(config), key))
 
 
 def _client(
@@ -243,8 +244,8 @@ def _target(config: OpenAIConfig) -> Target:
     return Target(config.model, is_chat, length_field, stream_usage=is_new)
 
 
-async def _retried(attempt: Callable[[], Awaitable[_R]]) -> _R:
-    """The result of `attempt`, which is repeated after temporary failures."""
+async def _retried(attempt: Callable[[], Awaitable[_R]], backoff: Backoff) -> _R:
+    """The result of `attempt`, which is repeated after the failures that `backoff` chooses."""
     try:
         return await attempt()
     except ParrotError as error:
@@ -264,10 +265,16 @@ class Upstream:
     """One foreign server and one of its models. Before a successful `probe` the capabilities are
     unknown, and the server is treated as one with OpenAI's fields only."""
 
-    def __init__(self, config: OpenAIConfig, environ: Mapping[str, str] = os.environ) -> None:
+    def __init__(
+        self,
+        config: OpenAIConfig,
+        environ: Mapping[str, str] = os.environ,
+        backoff: Backoff = retries_temporary,
+    ) -> None:
         instance = config.instance
+        self._backoff = backoff
         key, tls = _api_key(config, environ), _tls(config)
-        self._translator = ErrorTranslator(key)
+        self._translator = ErrorTranslator(_base_url(config), key)
         self._target = _target(config)
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
         self._http = _client(config, key, tls, self._translator)
@@ -378,7 +385,8 @@ class Upstream:
                 body=self._body(question),
                 timeout_s=_ANSWER_TIMEOUT_S,
                 traceparent=question.traceparent,
-            )
+            ),
+            self._backoff,
         )
         answer = parse_answer(payload)
         if not answer.choices:
@@ -400,7 +408,7 @@ class Upstream:
             )
             return events, await anext(events, None)
 
-        events, event = await _retried(begin)
+        events, event = await _retried(begin, self._backoff)
         has_ended = False
         async with aclosing(events):
             while event is not None and event[1].strip() != DONE:
@@ -409,7 +417,7 @@ class Upstream:
                 yield chunk
                 event = await anext(events, None)
             if event is None or not has_ended:
-                raise Unavailable("the stream of the server behind this engine was cut off")
+                raise Unavailable(f"the stream of {self._http.base_url} was cut off")
 
     async def embed(self, inputs: Sequence[list[int] | str], traceparent: str = "") -> Embeddings:
         """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
@@ -428,7 +436,7 @@ class Upstream:
             except EngineFailed as error:
                 raise refused_embedding(error) from None
 
-        return parse_embeddings(await _retried(ask), len(inputs))
+        return parse_embeddings(await _retried(ask, self._backoff), len(inputs))
 
     async def score(self, prompt: list[int] | str, num_top: int, salt: str) -> tuple[Logprobs, int]:
         """The log probabilities of a prompt's tokens, and their number. The request generates one

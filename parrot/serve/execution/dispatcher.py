@@ -19,6 +19,7 @@ from parrot.protocol.errors import (
     InternalError,
     NotFound,
     ParrotError,
+    QuotaExceeded,
     Unavailable,
     UnsupportedField,
 )
@@ -28,6 +29,7 @@ from parrot.serve.contexts.ledger import ContextLedger
 from parrot.serve.events import CompletionPlaced, CompletionRetried, EngineDrained, Events
 from parrot.serve.execution.fleet import Connect, Engine, EngineChange, Fleet
 from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
+from parrot.serve.execution.refusals import Refusals
 from parrot.serve.execution.result_cache import ResultCache
 from parrot.serve.execution.run import Attempt, Outcome, Run, RunState
 from parrot.serve.execution.run_table import RunTable
@@ -295,8 +297,15 @@ class Dispatcher:
         self._fills_eagerly = settings.eager_fill
         self._prefetch: Prefetcher | None = None  # Created with the first ready prefix.
         self._runs = RunTable(
-            clock, self._ledger, self._scheduler, self.fleet, self._on_change, self._on_done
+            clock,
+            self._ledger,
+            self._scheduler,
+            self.fleet,
+            self._on_change,
+            self._on_done,
+            self._on_failed,
         )
+        self._refusals: Refusals | None = None  # Created with the first refusal.
         self.kv_stats = self._ledger.kv_stats
         self.decisions, self.contexts = self._scheduler.decisions, self._ledger.owners.contexts
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
@@ -529,6 +538,14 @@ class Dispatcher:
             salt = run.completion.options.cache_salt
             self._results.put(salt, run.result_key, outcome.text, outcome.tokenized, run.stats)
 
+    def _on_failed(self, engine: Engine, error: ParrotError) -> None:
+        """Send fewer calls to a server that is full."""
+        # An engine with a tokenizer has no server. It refuses a call for reasons of that call.
+        if isinstance(error, QuotaExceeded) and engine.tokenizer is None and engine.is_alive:
+            if self._refusals is None:
+                self._refusals = Refusals(self._timers, self._scheduler.engines, self._wake)
+            self._refusals.refused(engine.id, error.retry_after_s)
+
     # Changes of engines
 
     def _on_engine_change(self, engine: Engine, change: EngineChange) -> None:
@@ -580,10 +597,13 @@ class Dispatcher:
             self._prefetch.remove_engine(engine.id)
         self._returning.engine_lost(engine, self._ledger.remove_engine(engine.id))
         self._scheduler.engines.remove(engine.id)
+        if self._refusals is not None:
+            self._refusals.engine_lost(engine.id)
         self._grace.engine_lost(self._clock.now())
         self.drains.finish_leaving()
+        error = EngineFailed(f"an output cannot be continued, its engine was lost: {engine.loss}")
         for run in given_up:
-            self._runs.fail(run, EngineFailed("every engine that ran the completion was lost"))
+            self._runs.fail(run, error)
 
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)

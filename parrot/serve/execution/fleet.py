@@ -69,6 +69,7 @@ class Engine:
     last_progress: float  # Time of the last heartbeat with new steps, or without work.
     runtime: RuntimeInfo | None = None  # The content of the last heartbeat.
     is_alive: bool = True
+    loss: str = ""  # Why the engine was lost, with its name.
     lost_without_crash: bool = False  # The process survived its loss, or announced its exit.
     # Start time of the first attempt that could not reach the engine since its last answered ping.
     unreachable_since: float = math.inf
@@ -201,6 +202,7 @@ class Fleet:
         self._by_address: dict[Address, Engine] = {}
         # Models that engines have served, and since when, in Unix time. Includes lost engines.
         self._known_models: dict[str, int] = {}
+        self._losses: dict[str, str] = {}  # The last loss of an engine of each model.
         self._configured_models = frozenset(config.prices)
         self._log: CommandLog | None = None
         self._pings, self._closing = TaskSet(), TaskSet()
@@ -293,6 +295,7 @@ class Fleet:
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
         self._events.emit(EngineLost, engine.info, reason)
         engine.is_alive = False
+        self._losses[engine.info.model] = engine.loss = f"{engine.info.engine_name}: {reason}"
         self._record_stall(engine)
         del self.engines[engine.id], self._by_address[_address(engine.info)]
         if engine.lease_check is not None:
@@ -380,12 +383,16 @@ class Fleet:
         """The error for a call whose models no engine serves. `models` is empty for any model.
         Unknown models are an error of the request's field `param`."""
         if not self.engines:
-            return NoEngine("no engine is registered")
+            losses = [self._losses[m] for m in models or self._losses if m in self._losses]
+            lost = f"; lost: {losses[-1]}" if losses else ""
+            return NoEngine(f"no engine is registered{lost}")
         wanted = " or ".join(f"`{model}`" for model in models)
         served = ", ".join(sorted({engine.info.model for engine in self}))
         if self.is_unknown(models):
             return NotFound(f"model {wanted} is not served; available: {served}", param=param)
-        return NoEngine(f"no engine serves model {wanted} now; available: {served}")
+        losses = [self._losses[model] for model in models if model in self._losses]
+        lost = f"; lost: {losses[-1]}" if losses else ""
+        return NoEngine(f"no engine serves model {wanted} now{lost}; available: {served}")
 
     def why_unserved(self, models: Sequence[str]) -> ParrotError | None:
         """The error if no live engine serves one of these models; None if an engine does."""

@@ -42,6 +42,7 @@ from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 _MAX_ENGINE_LOSSES = 3
 # A run fails after this number of rejections: no KV memory, an unknown context, or no quota.
 _MAX_REJECTIONS = 5
+_MAX_ATTEMPTS = 100  # A run fails after this number of attempts, whatever the reasons.
 
 
 class RunState(Enum):
@@ -181,7 +182,8 @@ class Run(CompletionTask):
 
     @property
     def has_retries_left(self) -> bool:
-        return self.num_lost < _MAX_ENGINE_LOSSES and self.num_rejected < _MAX_REJECTIONS
+        is_unlucky = self.num_lost >= _MAX_ENGINE_LOSSES or self.num_rejected >= _MAX_REJECTIONS
+        return not is_unlucky and self.stats.attempts < _MAX_ATTEMPTS
 
     @property
     def can_continue(self) -> bool:
@@ -192,6 +194,12 @@ class Run(CompletionTask):
         # Grammars and penalties depend on the output so far. A new attempt gets that as its prompt.
         is_constrained = sampling.constraint is not None
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
+
+    def is_cut_off(self, attempt: Attempt) -> bool:
+        """Whether the readers have received a part of an output that no engine can continue. The
+        rest of another answer must not follow that part."""
+        is_bound = self.conversation is not None or self.completion.sampling.constraint is not None
+        return attempt.tokenizer is None and is_bound and bool(self.text)
 
     def output_key(self, text: str) -> bytes:
         """The prefix key of the prompt with this output."""
@@ -251,12 +259,17 @@ def needs_ping(error: ParrotError) -> bool:
     return may_be_dead and not isinstance(error, OutOfMemory)
 
 
-def should_retry(run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: bool) -> bool:
+def should_retry(
+    run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: bool, is_busy: bool
+) -> bool:
     """Count the error of a failed attempt. False if the run must fail now.
 
-    `is_suspect`: the run may be the cause if the engine was lost."""
+    `is_suspect`: the run may be the cause if the engine was lost. `is_busy`: the engine runs other
+    calls, so a rejection means that the run must wait for one of them."""
     engine = attempt.engine
     run.last_failure = error.message
+    if run.is_cut_off(attempt):
+        return False
     match error:
         case PromptTooLong() if not attempt.is_longest:
             run.max_total_len = max(run.max_total_len, engine.max_len + 1)
@@ -266,7 +279,7 @@ def should_retry(run: Run, attempt: Attempt, error: ParrotError, *, is_suspect: 
         case OutOfMemory() | NotFound():
             run.num_rejected += 1
         case QuotaExceeded():
-            run.num_rejected += 1
+            run.num_rejected += not is_busy
             run.failed_engines.add(engine.id)
         case _ if is_suspect:
             run.num_lost += 1

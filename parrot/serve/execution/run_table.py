@@ -74,15 +74,18 @@ class RunTable:
         fleet: Fleet,
         on_change: Callable[[Run], None],
         on_done: Callable[[Run, Attempt, Outcome], None],
+        on_failed: Callable[[Engine, ParrotError], None],
     ) -> None:
         """`on_change` is called when a run's state or objective has changed. `on_done` is called
-        with a result before the outputs are set."""
+        with a result before the outputs are set. `on_failed` is called after an attempt has
+        failed."""
         self._clock = clock
         self._ledger = ledger
         self._scheduler = scheduler
         self._fleet = fleet
         self._on_change = on_change
         self._on_done = on_done
+        self._on_failed = on_failed
         self._exchange = Exchange(ledger)
         self._tasks = TaskSet()
         self._live: dict[Run, None] = {}  # Queued and placed runs.
@@ -187,7 +190,8 @@ class RunTable:
     def lose_engine(self, engine: Engine) -> list[Run]:
         """Queue the runs of a lost engine again. Call it before the ledger removes the engine.
 
-        Returns the runs that may have crashed too many engines. The caller must `fail` them."""
+        Returns the runs that may have crashed too many engines, and the runs that no engine can
+        continue. The caller must `fail` them."""
         given_up: list[Run] = []
         for attempt in self._attempts():
             run = attempt.task
@@ -199,7 +203,7 @@ class RunTable:
             may_be_cause = attempt.may_have_crashed_engine(self._fleet.lease_s)
             was_stalled = self._fleet.was_stalled(attempt.started_at)
             run.count_lost_engine(is_suspect=may_be_cause and not was_stalled)
-            if run.has_retries_left:
+            if run.has_retries_left and not run.is_cut_off(attempt):
                 self._set_state(run, RunState.QUEUED)
             else:
                 self._set_state(run, RunState.ENDED)
@@ -405,12 +409,14 @@ class RunTable:
         run.save_reported_output(attempt)
         self._exchange.abandon(attempt, with_parents=isinstance(error, NotFound))
         was_stalled = self._fleet.was_stalled(attempt.started_at)
-        if not should_retry(run, attempt, error, is_suspect=not was_stalled):
+        is_busy = self._scheduler.engines.num_placed(attempt.engine.id) > 1
+        if should_retry(run, attempt, error, is_suspect=not was_stalled, is_busy=is_busy):
+            if isinstance(error, OutOfMemory):
+                self._ledger.evict_idle(attempt.engine.id)
+            self._set_state(run, RunState.QUEUED)
+        else:
             self.fail(run, final_error(attempt.engine, error))
-            return
-        if isinstance(error, OutOfMemory):
-            self._ledger.evict_idle(attempt.engine.id)
-        self._set_state(run, RunState.QUEUED)
+        self._on_failed(attempt.engine, error)
 
     def _stop(self, run: Run, *, keep_output: bool) -> None:
         """Stop a run without waiters."""

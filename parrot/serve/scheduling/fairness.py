@@ -340,13 +340,13 @@ class TenantLoads:
         the task may not. `num_tokens`: the KV tokens that the task adds.
 
         The tenant must be underserved, and the task must fit into the tenant's weighted share."""
-        if load.num_tasks >= _OVERCOMMIT * load.max_tasks or not self.is_underserved(task, load.id):
+        if load.num_tasks >= _OVERCOMMIT * load.num_slots or not self.is_underserved(task, load.id):
             return None
         there, tenant = self._engines[load.id], task.tenant
         weight = self._weight_of(tenant)
         own = there.get(tenant) or _TenantLoad(weight)
         part = weight / (weight + sum(h.weight for name, h in there.items() if name != tenant))
-        if own.num_tasks + 1 > part * load.max_tasks:
+        if own.num_tasks + 1 > part * load.num_slots:
             return None
         if own.num_tokens + num_tokens > part * load.max_tokens:
             return None

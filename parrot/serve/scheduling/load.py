@@ -132,6 +132,7 @@ class EngineLoad:
     costs: StepCosts
     features: frozenset[str] | None = None  # See `Capabilities`. None: unknown.
     is_draining: bool = False  # A draining engine receives no tasks.
+    num_slots: int = field(init=False)  # `max_tasks`, or fewer after the engine has refused tasks.
     # Load of the server behind the engine. Requests of other clients lengthen steps, and requests
     # that wait there run before a new task.
     server: ServerLoad = IDLE
@@ -151,9 +152,12 @@ class EngineLoad:
     usual_prefill: float = 0.0  # Share of the time in which the engine computes prompts.
     _outlook: Outlook | None = None  # Cached while the time and the load are unchanged.
 
+    def __post_init__(self) -> None:
+        self.num_slots = self.max_tasks
+
     @property
     def is_open(self) -> bool:
-        return self.num_tasks < self.max_tasks and not self.is_draining
+        return self.num_tasks < self.num_slots and not self.is_draining
 
     @property
     def step_s(self) -> float:
@@ -406,6 +410,11 @@ class LoadIndex:
         was_draining, load.is_draining = load.is_draining, is_draining
         if was_draining and not is_draining:
             self._enter_pools(load)
+
+    def set_slots(self, load: EngineLoad, num_slots: int) -> None:
+        """Set how many tasks the engine gets, up to its `max_tasks`."""
+        load.num_slots = min(num_slots, load.max_tasks)
+        self.changed(load)
 
     def _record_costs(self, load: EngineLoad, costs: StepCosts | None) -> StepCosts:
         """Store the costs that the engine has measured, if any. Returns the costs to use."""

@@ -377,7 +377,7 @@ class LowestCostPlacer(Placer):
         shared_growth_s = new_shared * cost.token_s
         each = own + load.reserved_output(task)
         free = load.max_tokens - load.num_tokens - new_shared
-        room = min(load.max_tasks - load.num_tasks, int(free / each))
+        room = min(load.num_slots - load.num_tasks, int(free / each))
         spare_s = _growth_limit_s(task, load, now) - shared_growth_s
         if spare_s < room * growth_s:
             room = int(spare_s / growth_s)

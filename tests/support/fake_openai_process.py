@@ -1,0 +1,77 @@
+"""A `FakeOpenAI` in a process of its own, which can be killed and stopped.
+
+python -m tests.support.fake_openai_process PORT '{"reply": "a b c"}'"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+
+from parrot.cluster.ports import free_port
+from tests.support.fake_openai import FakeOpenAI
+
+
+@dataclass
+class FakeProcess:
+    """`options` are fields of `FakeOpenAI`."""
+
+    options: dict[str, Any]
+    port: int = field(default_factory=lambda: free_port("127.0.0.1", set()))
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    @property
+    def num_requests(self) -> int:
+        """Since the process was started."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/requests", timeout=20) as answer:
+            return int(json.load(answer)["requests"])
+
+    def start(self) -> None:
+        """Return when it answers."""
+        command = [sys.executable, "-m", __name__, str(self.port), json.dumps(self.options)]
+        self.process = subprocess.Popen(command)
+        until = time.monotonic() + 60
+        while not self._answers():
+            assert self.process.poll() is None, "it ended"
+            assert time.monotonic() < until, "it does not answer"
+            time.sleep(0.02)
+
+    def send(self, how: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(how)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.url}/models", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def main() -> None:
+    fake = FakeOpenAI(**json.loads(sys.argv[2]))
+    app = fake.app()
+    routes = list(app.router.routes)
+    app.get("/requests")(lambda: {"requests": len(fake.bodies)})
+    app.router.routes[:] = [app.router.routes[-1], *routes]  # Before the route of all paths.
+    uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,215 @@
+"""Servers that die, refuse, hang or break off their answers."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+
+from parrot.upstreams import servers
+from tests.support.app_server import serve_app
+from tests.support.fake_openai import FakeOpenAI, Fault
+from tests.support.fake_openai_process import FakeProcess
+from tests.upstreams.conftest import Client, chat, core_of
+
+WORDS = " ".join(f"word{number}" for number in range(40))
+SLOW = {"reply": WORDS, "word_s": 0.05}
+OVERLOADED = {"error": {"message": "full", "type": "overloaded"}}
+COMPLETION = {"model": "gpt-fake", "prompt": "x", "max_tokens": 100}
+
+
+@pytest.fixture
+def process() -> Iterator[FakeProcess]:
+    started = FakeProcess(SLOW)
+    started.start()
+    yield started
+    started.kill()
+
+
+async def in_front(stack: AsyncExitStack, *fakes: FakeOpenAI, **keys: Any) -> Client:
+    urls = [await stack.enter_async_context(serve_app(fake.app())) for fake in fakes]
+    entries = [{"url": f"{url}/v1"} for url in urls]
+    client = await stack.enter_async_context(core_of(*entries, **keys))
+    await client.until_served("gpt-fake", times=len(fakes))
+    return client
+
+
+# A server of a pool that is full
+
+
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_call_that_a_server_refuses_runs_on_another_server(status: int) -> None:
+    full = FakeOpenAI(faults=[Fault(status, OVERLOADED, {"retry-after": "60"})] * 99)
+    other = FakeOpenAI(reply="from the other")
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, full, other)
+        texts = await asyncio.gather(*(client.said() for _ in range(8)))
+        assert set(texts) == {"from the other"}
+        full.bodies.clear()
+        assert [await client.said() for _ in range(8)] == ["from the other"] * 8
+        assert full.bodies == [], "calls were sent although the server said when to return"
+
+
+class SmallServer(FakeOpenAI):
+    """Answers 429 to more than three requests at a time."""
+
+    num_accepted = num_refused = 0
+
+    def _next_fault(self) -> Fault | None:
+        if self.num_accepted == 3:
+            self.num_refused += 1
+            return Fault(429, OVERLOADED)
+        self.num_accepted += 1
+        return None
+
+    async def _events(
+        self, body: Mapping[str, Any], is_chat: bool, fault: Fault | None
+    ) -> AsyncIterator[bytes]:
+        async for event in super()._events(body, is_chat, fault):
+            yield event
+        self.num_accepted -= 1
+
+
+async def test_calls_wait_for_the_only_server() -> None:
+    server = SmallServer(reply="one two three", word_s=0.02)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, server)
+
+        async def streamed(number: int) -> str:
+            body = COMPLETION | {"seed": number}
+            events = [event async for event in client.events("/v1/completions", body)]
+            return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+
+        texts = await asyncio.gather(*map(streamed, range(20)))
+        assert set(texts) == {"one two three"}
+        assert server.num_refused > 0
+
+
+async def test_a_server_that_refuses_all_calls_gives_its_error() -> None:
+    fake = FakeOpenAI(faults=[Fault(429, OVERLOADED, {"retry-after": "0.1"})] * 99)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, fake)
+        status, answer = await client.ask()
+        assert status == 429
+        assert "is overloaded (HTTP 429): full" in answer["error"]["message"]
+        assert "http://127.0.0.1:" in answer["error"]["message"], "it names the server"
+        assert len(fake.bodies) == 5
+
+
+async def test_a_server_error_is_tried_on_another_server() -> None:
+    broken = FakeOpenAI(faults=[Fault(500, {"error": {"message": "bad GPU"}})] * 99)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, broken, FakeOpenAI(reply="good"))
+        assert {await client.said() for _ in range(4)} == {"good"}
+        assert len(broken.bodies) <= 4, "each call is sent there once"
+
+
+# A server that dies
+
+
+async def test_a_killed_server_is_named_and_used_again_when_it_is_back(
+    process: FakeProcess,
+) -> None:
+    async with core_of({"url": process.url}, no_engine_timeout=0.3) as client:
+        await client.until_served("gpt-fake")
+        process.kill()
+        status, answer = await client.ask()
+        assert (status, answer["error"]["code"]) == (503, "no_engine")
+        assert process.url in answer["error"]["message"]
+        await asyncio.to_thread(process.start)
+        await client.until_served("gpt-fake")
+        assert await client.said() == WORDS
+
+
+async def test_a_call_waits_until_its_server_is_back(process: FakeProcess) -> None:
+    async with core_of({"url": process.url}) as client:
+        await client.until_served("gpt-fake")
+        process.kill()
+        asking = asyncio.create_task(client.said())
+        await asyncio.to_thread(process.start)
+        assert await asking == WORDS
+        assert process.num_requests == 1
+
+
+async def test_a_dead_server_is_not_listed_and_loses_its_prefixes(process: FakeProcess) -> None:
+    async with core_of({"url": process.url}) as client:
+        await client.until_served("gpt-fake")
+        (engine,) = client.core.fleet
+        await client.said()
+        process.kill()
+        async with asyncio.timeout(20):
+            while client.num_engines:  # noqa: ASYNC110 - without any call
+                await asyncio.sleep(0.01)
+        assert await client.models() == []
+        assert not engine.is_alive
+        await asyncio.to_thread(process.start)
+        await client.until_served("gpt-fake")
+        assert [view.num_contexts for view in client.core.fleet.views()] == [0]
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+async def test_a_chat_that_was_cut_off_is_not_continued_with_another_answer(
+    process: FakeProcess, has_other: bool
+) -> None:
+    other = FakeOpenAI(reply="another answer")
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serve_app(other.app()))
+        client = await stack.enter_async_context(core_of({"url": process.url}))
+        await client.until_served("gpt-fake")
+        events = client.events("/v1/chat/completions", chat())
+        seen = [await anext(events) for _ in range(3)]
+        if has_other:
+            await stack.enter_async_context(_second_server(client, f"{url}/v1"))
+            await client.until_served("gpt-fake", times=2)
+        process.kill()
+        seen += [event async for event in events]
+        text = "".join(e["choices"][0]["delta"].get("content") or "" for e in seen[:-1])
+        assert WORDS.startswith(text), text
+        assert text
+        assert process.url in seen[-1]["error"]["message"]
+
+
+async def test_a_completion_that_was_cut_off_is_continued(process: FakeProcess) -> None:
+    """By another server, which gets the prompt and the text so far."""
+    other = FakeOpenAI(reply="the end")
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serve_app(other.app()))
+        client = await stack.enter_async_context(core_of({"url": process.url}))
+        await client.until_served("gpt-fake")
+        events = client.events("/v1/completions", COMPLETION)
+        seen = [await anext(events) for _ in range(3)]
+        await stack.enter_async_context(_second_server(client, f"{url}/v1"))
+        await client.until_served("gpt-fake", times=2)
+        process.kill()
+        seen += [event async for event in events]
+        text = "".join(event["choices"][0]["text"] for event in seen if event["choices"])
+        assert text.endswith("the end")
+        (body,) = other.bodies
+        assert body["prompt"] == "x" + text.removesuffix("the end")
+
+
+# A server that hangs
+
+
+async def test_a_server_that_no_longer_answers_is_lost(process: FakeProcess) -> None:
+    """It is stopped, so that it accepts connections and never answers."""
+    other = FakeOpenAI(reply="from the other")
+    async with AsyncExitStack() as stack:
+        url = await stack.enter_async_context(serve_app(other.app()))
+        client = await stack.enter_async_context(
+            core_of({"url": process.url}, engine_heartbeat_timeout=2.0)
+        )
+        await client.until_served("gpt-fake")
+        process.send(signal.SIGSTOP)
+        asking = asyncio.create_task(client.said())
+        await stack.enter_async_context(_second_server(client, f"{url}/v1"))
+        assert await asking == "from the other"
+        process.send(signal.SIGCONT)
+        await client.until_served("gpt-fake", times=2)
+
+
+def _second_server(client: Client, url: str) -> object:
+    config = servers.UpstreamServer(url=url)
+    return servers.Upstreams([config], client.core.fleet, client.core.clock).followed()
