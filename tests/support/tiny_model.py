@@ -35,6 +35,16 @@ _GATED = _COMMON | {
     "tie_word_embeddings": False,
 }
 
+_GEMMA = _GATED | {
+    "head_dim": 16,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 24,
+    "sliding_window": 20,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+}
+
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _GATED | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "mistral": _GATED
@@ -48,6 +58,99 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen3": _GATED
     | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16},
+    "smollm3": _GATED
+    | {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "num_hidden_layers": 4,
+        "pad_token_id": 0,
+    },
+    "granite": _GATED
+    | {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 0.5,
+    },
+    "phi3": _GATED
+    | {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "sliding_window": 20,
+        "pad_token_id": 0,
+    },
+    "olmo2": _GATED
+    | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 0},
+    "glm4": _GATED
+    | {
+        "architectures": ["Glm4ForCausalLM"],
+        "model_type": "glm4",
+        "head_dim": 16,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
+    "stablelm": _GATED
+    | {
+        "architectures": ["StableLmForCausalLM"],
+        "model_type": "stablelm",
+        "hidden_size": 96,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+    },
+    "cohere": _GATED
+    | {
+        "architectures": ["CohereForCausalLM"],
+        "model_type": "cohere",
+        "tie_word_embeddings": True,
+        "logit_scale": 0.5,
+        "pad_token_id": 0,
+    },
+    "cohere2": _GATED
+    | {
+        "architectures": ["Cohere2ForCausalLM"],
+        "model_type": "cohere2",
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "gemma": _GEMMA | {"architectures": ["GemmaForCausalLM"], "model_type": "gemma"},
+    "gemma2": _GEMMA
+    | {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3": _GEMMA
+    | {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window_pattern": 2,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        "rope_local_base_freq": 5000.0,
+    },
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": _VOCAB_SIZE,
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 6,
+        "n_positions": 512,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+    },
+    "gpt_neox": _COMMON
+    | {
+        "architectures": ["GPTNeoXForCausalLM"],
+        "model_type": "gpt_neox",
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "rotary_pct": 0.25,
+    },
     "opt": _COMMON
     | {
         "architectures": ["OPTForCausalLM"],

@@ -4,6 +4,7 @@ Items of similar size are padded to one call. The partial results of all calls f
 each row merges its own partial results by their indices instead of slots.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -27,12 +28,13 @@ from parrot.engine.attention.work_list import (
     StepRows,
     WorkList,
 )
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
 
 SCORES = 1 << 20  # Target number of scores computed at once. They fit in a core's cache.
 LEAST_ROWS = 64  # Fewest rows that are multiplied at once, even if this exceeds `SCORES`.
 # Most scores computed at once: `LEAST_ROWS` rows of one head with 128k tokens.
 _MOST_SCORES = LEAST_ROWS << 17
+_NO_SCORE = -1e30  # A finite replacement for minus infinity.
 
 Partial = tuple[torch.Tensor, torch.Tensor | None]
 """Outputs [rows, heads, head_dim], and the log-sum-exp [rows, heads] if parts are merged."""
@@ -44,13 +46,16 @@ class Causal:
 
     num_keys: int
     group: int  # Rows per token.
-    mask: torch.Tensor  # [rows of a block, tokens of a block], added to a block's last scores.
+    # [rows of a block, tokens of a block], added to a block's last scores.
+    mask: torch.Tensor
+    window: torch.Tensor | None  # Like `mask`, added to the first scores of a full window.
 
 
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    rule: ScoreRule,
     *,
     mask: torch.Tensor | None = None,
     with_lse: bool = False,
@@ -59,14 +64,14 @@ def attend(
 
     q [batch, rows, d], k and v [batch, keys, d] -> out like q, and `with_lse` the natural log of
     the sum of exponentials of the scores, float32 [batch, rows], for `merge`. `mask`
-    [batch or 1, rows or 1, keys] is added to the scores."""
+    [batch or 1, rows or 1, keys] is added to the scores. It must hide what `rule` hides."""
     (batch, num_rows, _), num_keys = q.shape, k.shape[1]
     step = min(num_rows, max(SCORES // (batch * num_keys), LEAST_ROWS))
     most = max(1, _MOST_SCORES // (step * num_keys))
     if batch > most:
         return _joined(
             [
-                attend(q[at], k[at], v[at], mask=_part(mask, 0, at), with_lse=with_lse)
+                attend(q[at], k[at], v[at], rule, mask=_part(mask, 0, at), with_lse=with_lse)
                 for at in _slices(batch, most)
             ],
             0,
@@ -74,12 +79,12 @@ def attend(
     if num_rows > step:
         return _joined(
             [
-                _attend(torch.baddbmm, q[:, at], k, v, _part(mask, 1, at), with_lse)
+                _attend(torch.baddbmm, q[:, at], k, v, rule, _part(mask, 1, at), with_lse)
                 for at in _slices(num_rows, step)
             ],
             1,
         )
-    return _attend(torch.baddbmm, q, k, v, mask, with_lse)
+    return _attend(torch.baddbmm, q, k, v, rule, mask, with_lse)
 
 
 def _slices(end: int, step: int) -> list[slice]:
@@ -98,11 +103,17 @@ def _joined(partials: Sequence[Partial], dim: int) -> Partial:
 
 
 def attend_causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, *, with_lse: bool = False
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rule: ScoreRule,
+    causal: Causal,
+    *,
+    with_lse: bool = False,
 ) -> Partial:
     """`attend` for the last tokens of a context, with a causal mask.
 
-    Each block of rows skips the keys after its last token."""
+    Each block of rows skips the keys after its last token, and before its first token's window."""
     # Heads are computed one by one. torch would copy a batch of partial matrices.
     batch, num_rows, _ = q.shape
     block, group = len(causal.mask), causal.group
@@ -110,9 +121,15 @@ def attend_causal(
     for head, first in product(range(batch), range(0, num_rows, block)):
         end = min(first + block, num_rows)
         seen = causal.num_keys - (num_rows - end) // group
-        mask = causal.mask[: end - first, : (end - first) // group]
-        rows = q[head, first:end], k[head, :seen], v[head, :seen]
-        out[head, first:end], sums = _attend(torch.addmm, *rows, mask, with_lse)
+        size = end - first, (end - first) // group
+        mask, before, begin = causal.mask[: size[0], : size[1]], None, 0
+        if rule.window is not None:
+            assert causal.window is not None
+            start = causal.num_keys - (num_rows - first) // group + 1 - rule.window
+            begin = max(0, start)
+            before = causal.window[: size[0], begin - start : size[1]]
+        rows = q[head, first:end], k[head, begin:seen], v[head, begin:seen]
+        out[head, first:end], sums = _attend(torch.addmm, *rows, rule, mask, with_lse, before)
         if sums is not None:
             lse[head, first:end] = sums
     return out, lse if with_lse else None
@@ -123,20 +140,25 @@ def _attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    rule: ScoreRule,
     mask: torch.Tensor | None,
     with_lse: bool,
+    before: torch.Tensor | None = None,
 ) -> Partial:
     """`attend` for rows of one head (without a batch dimension) or of several heads.
 
-    A mask with fewer keys applies to the last keys."""
+    A mask with fewer keys applies to the last keys, and `before` to the first keys."""
     # Scores are rounded to the type of q. In bfloat16 the products then take a third of the time.
-    scale = q.shape[-1] ** -0.5
-    if mask is not None and mask.shape[-1] == k.shape[-2]:
-        scores = add_product(mask, q, k.mT, alpha=scale)
+    if mask is not None and mask.shape[-1] == k.shape[-2] and rule.softcap is None:
+        scores = add_product(mask, q, k.mT, alpha=rule.scale)
     else:
-        scores = add_product(q.new_empty(1), q, k.mT, beta=0, alpha=scale)
+        scores = add_product(q.new_empty(1), q, k.mT, beta=0, alpha=rule.scale)
+        if rule.softcap is not None:
+            scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
         if mask is not None:
             scores[..., -mask.shape[-1] :].add_(mask)
+    if before is not None:
+        scores[..., : before.shape[-1]].add_(before)
     if not with_lse:
         return scores.softmax(-1) @ v, None
     weights = scores.softmax(-1, dtype=torch.float32)
@@ -195,7 +217,7 @@ class _Call:
     rows: torch.Tensor | None  # Rows of q; None for all rows of the step, in order.
     blocks: torch.Tensor  # [items * blocks of an item].
     gathered: torch.Tensor  # Buffer for the blocks [2 * kv_heads, all blocks, numbers of a block].
-    mask: torch.Tensor | None  # For `attend`.
+    masks: dict[int | None, torch.Tensor | None]  # For `attend`, by the size of the window.
     causal: Causal | None  # For `attend_causal`.
     num_items: int
     num_rows: int  # Rows of an item.
@@ -242,7 +264,10 @@ class TorchAttention:
 
     `prompts` is set once its kernel is compiled."""
 
-    def __init__(self, pool: PooledKV, num_heads: int) -> None:
+    def __init__(
+        self, pool: PooledKV, num_heads: int, rules: Sequence[ScoreRule] | None = None
+    ) -> None:
+        """`rules`: of each layer; None: `plain_rule`."""
         _, _, num_kv_heads, _, block_size, head_dim = pool.numbers.shape
         self.shape = AttentionShape(num_heads, num_kv_heads, head_dim, block_size)
         self._pool = pool
@@ -251,6 +276,9 @@ class TorchAttention:
         self._device = pool.numbers.device
         self._gathered = torch.empty(0, dtype=pool.numbers.dtype, device=self._device)
         self.prompts: PromptKernel | None = None
+        self._plain = plain_rule(head_dim)
+        self._rules = rules or [self._plain] * len(pool.numbers)
+        self._windows = sorted({rule.window for rule in self._rules if rule.window is not None})
 
     def plan(self, work: WorkList, step: StepRows) -> TorchPlan:
         size = self.shape.page_size
@@ -303,11 +331,18 @@ class TorchAttention:
         num_keys = blocks.shape[1] * size
         dtype = self._product_type(rows.size * num_keys)
         causal = self._causal(visible, dtype)
+        masks: dict[int | None, torch.Tensor | None] = {}
+        if causal is None:
+            seen = np.maximum(visible, 1)
+            masks[None] = self._mask(seen, num_keys, dtype)
+            before = positions[rows] + 1 - items[:, KV_FIRST, None]
+            for window in self._windows:
+                masks[window] = self._window_mask(seen, before - window, num_keys, dtype)
         call = _Call(
             rows=None if in_order else self._tensor(rows.ravel()),
             blocks=self._tensor(blocks.ravel()),
             gathered=self._room(blocks.size),
-            mask=None if causal else self._mask(np.maximum(visible, 1), num_keys, dtype),
+            masks=masks,
             causal=causal,
             num_items=len(items),
             num_rows=len(column),
@@ -339,7 +374,23 @@ class TorchAttention:
             visible = visible[:, :1]
         else:
             visible = np.repeat(visible, self.shape.group, axis=1)
-        mask = self._hidden(np.arange(num_keys) >= visible[:, :, None], dtype)
+        return self._of_heads(np.arange(num_keys) >= visible[:, :, None], dtype)
+
+    def _window_mask(
+        self, visible: LongArray, before: LongArray, num_keys: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """`_mask` that also hides the first `before` keys [items, rows]."""
+        if (before <= 0).all():
+            return self._mask(visible, num_keys, dtype)
+        keys = np.arange(num_keys)
+        hides = (keys >= visible[:, :, None]) | (keys < before[:, :, None])
+        # A row may see no key of an item, and a softmax over infinities would be NaN.
+        return self._of_heads(np.repeat(hides, self.shape.group, axis=1), dtype, _NO_SCORE)
+
+    def _of_heads(
+        self, hides: npt.NDArray[np.bool_], dtype: torch.dtype, value: float = -math.inf
+    ) -> torch.Tensor:
+        mask = self._hidden(hides, dtype, value)
         return mask if len(mask) == 1 else mask.repeat(self.shape.num_kv_heads, 1, 1)
 
     def _causal(self, visible: LongArray, dtype: torch.dtype) -> Causal | None:
@@ -352,11 +403,15 @@ class TorchAttention:
         group = self.shape.group
         size = max(SCORES // last, LEAST_ROWS) // group
         rows = np.arange(min(max(size, 1), _MOST_TOKENS, count))
-        return Causal(last, group, self._hidden(rows > np.repeat(rows, group)[:, None], dtype))
+        tokens = np.repeat(rows, group)[:, None]
+        window = self._hidden(rows < tokens, dtype) if self._windows else None
+        return Causal(last, group, self._hidden(rows > tokens, dtype), window)
 
-    def _hidden(self, where: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+    def _hidden(
+        self, where: npt.NDArray[np.bool_], dtype: torch.dtype, value: float = -math.inf
+    ) -> torch.Tensor:
         mask = torch.zeros(where.shape, dtype=dtype)
-        return mask.masked_fill_(torch.from_numpy(where), float("-inf")).to(self._device)
+        return mask.masked_fill_(torch.from_numpy(where), value).to(self._device)
 
     def _merge(self, owners: Sequence[LongArray], num_rows: int) -> _Merge | None:
         """The merge of the partial results. `owners`: the row of each partial result, by call."""
@@ -379,8 +434,9 @@ class TorchAttention:
     def _run_call(self, call: _Call, q: torch.Tensor, layer: int, with_lse: bool) -> Partial:
         n, rows, (heads, d) = call.num_items, call.num_rows, q.shape[1:]
         kv_heads, group = self.shape.num_kv_heads, self.shape.group
+        rule = self._rules[layer]
         picked = q if call.rows is None else q.index_select(0, call.rows)
-        if call.causal is not None and self.prompts is not None:
+        if call.causal is not None and self.prompts is not None and rule == self._plain:
             num_keys = call.causal.num_keys
             if self.prompts.takes(picked, num_keys):
                 kv = self._read(call, layer).view(2, kv_heads, -1, d)
@@ -390,9 +446,10 @@ class TorchAttention:
         kv = self._read(call, layer).view(2, kv_heads * n, -1, d).to(call.dtype)
         k, v = kv.unbind()  # Unpacking the tensor itself is slower.
         if call.causal is None:
-            out, lse = attend(picked, k, v, mask=call.mask, with_lse=with_lse)
+            mask = call.masks[rule.window]
+            out, lse = attend(picked, k, v, rule, mask=mask, with_lse=with_lse)
         else:
-            out, lse = attend_causal(picked, k, v, call.causal, with_lse=with_lse)
+            out, lse = attend_causal(picked, k, v, rule, call.causal, with_lse=with_lse)
         out = out.view(kv_heads, n, rows, group, d).permute(1, 2, 0, 3, 4)
         if lse is not None:
             lse = lse.view(kv_heads, n, rows, group).permute(1, 2, 0, 3).reshape(n * rows, heads)

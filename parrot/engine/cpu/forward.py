@@ -23,7 +23,8 @@ from parrot.engine.cpu.attention import (
 )
 from parrot.engine.cpu.native import Kernels, RowKernel
 from parrot.engine.models.decoder import Attend, Decoder
-from parrot.engine.models.layers import Norm, RMSNorm, inverse_frequencies
+from parrot.engine.models.layers import Norm, RMSNorm
+from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import LayerSpec, is_default
 
 # Most rows of a step for `FewRowsDecoder`. With more rows the matrix products take most of the
@@ -40,7 +41,8 @@ _MAX_SHARED_TOKENS = 1 << 15
 # The fields of specs that the kernels handle.
 _HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
-    *("names", "tie_embeddings", "final_norm", "sliding_window"),
+    *("names", "tie_embeddings", "final_norm"),
+    *("embed_scale", "logit_scale", "logit_softcap"),  # `Decoder` handles these.
 )
 _HANDLED_BY_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "o_bias"),
@@ -106,6 +108,7 @@ def fits(model: Decoder, pool: PooledKV) -> bool:
         and is_default(spec, except_for=_HANDLED)
         and is_default(spec.norm, except_for=("eps",))
         and len(spec.ropes) == len(spec.mlp_widths) == 1
+        and spec.ropes[0].amplitude == 1.0
         and spec.hidden_size % _WIDTH_MULTIPLE == 0
         and all(map(_fits_layer, spec.layers))
     )
@@ -116,6 +119,7 @@ def _fits_layer(layer: LayerSpec) -> bool:
         is_default(layer, except_for=("attention", "mlp"))
         and is_default(layer.attention, except_for=_HANDLED_BY_ATTENTION)
         and is_default(layer.mlp, except_for=("width", "bias"))
+        and layer.attention.qk_norm in ("", "head")
         and layer.attention.head_dim % HEAD_DIM_MULTIPLE == 0
         and layer.mlp.width % _WIDTH_MULTIPLE == 0
     )
@@ -240,7 +244,7 @@ class ManyRowsDecoder:
         _run(self._kernels.rotate_rows, heads, heads, angles, heads.shape[2])
 
 
-def _weight(norm: Norm) -> torch.Tensor:
+def _weight(norm: Norm | None) -> torch.Tensor:
     assert isinstance(norm, RMSNorm), norm
     return norm.weight.float().contiguous()
 

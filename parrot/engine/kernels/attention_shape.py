@@ -17,6 +17,20 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreRule:
+    """The scores of one layer's attention, from products of queries and keys."""
+
+    scale: float
+    softcap: float | None = None  # Scores are softcap * tanh(score / softcap).
+    window: int | None = None  # Keys that a token attends to, with its own; None: all.
+
+
+def plain_rule(head_dim: int) -> ScoreRule:
+    """The rule of most models."""
+    return ScoreRule(head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """The shape of one layer's attention."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -88,6 +88,10 @@ class Checkpoint:
         with usable(self.source):
             return self.read_tokenizer()
 
+    def for_length(self, max_seq_len: int | None) -> "Checkpoint":
+        """See `DecoderSpec.for_length`."""
+        return replace(self, spec=self.spec.for_length(max_seq_len))
+
     def take(
         self, name: str, device: torch.device = _CPU, part: Part | None = None
     ) -> torch.Tensor:
@@ -95,25 +99,44 @@ class Checkpoint:
 
         Raises `ConfigError` for a wrong shape."""
         plan = self.plans[name]
-        tensor = self.tensors.get(plan.source, device, part)
-        self._check(plan, tensor, part)
-        return tensor
+        if plan.is_contiguous:
+            rows = _source_part(plan, part)
+            tensor = self.tensors.get(plan.source, device, rows)
+            self._check(plan, tensor, rows)
+        else:
+            source = self.tensors.get(plan.source, device)
+            self._check(plan, source, None)
+            tensor = plan.of(source)
+            tensor = tensor.contiguous() if part is None else part.of(tensor)
+        return plan.ordered(tensor)
 
     def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
         """A matrix in the format of the source, if it is 4-bit; else None."""
         plan = self.plans[name]
+        if plan.source_shape != plan.shape or plan.order:
+            return None
         matrix = self.tensors.four_bit(plan.source)
         if matrix is not None:
-            self._check(plan, matrix.codes)
+            self._check(plan, matrix.codes, None)
         return matrix if matrix is None or part is None else part.of_four_bit(matrix)
 
-    def _check(self, plan: TensorPlan, tensor: torch.Tensor, part: Part | None = None) -> None:
-        expected = plan.shape if part is None else part.shape(plan.shape)
+    def _check(self, plan: TensorPlan, tensor: torch.Tensor, part: Part | None) -> None:
+        whole = plan.source_shape
+        expected = whole if part is None else part.shape(whole)
         if tuple(tensor.shape) != expected:
             raise ConfigError(
                 f"{self.source}: tensor {plan.source!r} has shape {list(tensor.shape)}, "
                 f"the configuration wants {list(expected)}"
             )
+
+
+def _source_part(plan: TensorPlan, part: Part | None) -> Part | None:
+    """The part of the source that has `part` of the tensor; None for the whole source."""
+    if plan.source_shape == plan.shape:
+        return part
+    assert part is None or part.dim == 0, (plan, part)
+    start, stop = (0, plan.shape[0]) if part is None else (part.start, part.stop)
+    return Part(0, plan.first + start, plan.first + stop, plan.source_shape[0])
 
 
 class SafetensorsFolder:

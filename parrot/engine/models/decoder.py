@@ -16,11 +16,10 @@ from parrot.engine.models.layers import (
     Linear,
     Norm,
     RMSNorm,
-    Rope,
     make_linear,
-    rotate_,
 )
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
+from parrot.engine.models.rope import Rope, rotate_
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from parrot.engine.models.tensors import OWN, num_weights
 
@@ -40,13 +39,28 @@ TakeFourBit = Callable[[str], FourBit | None]
 
 @dataclass(frozen=True, slots=True)
 class QKNorm:
-    """RMSNorm of each head of q and k; `weight` [heads + kv_heads, head_dim]."""
+    """A norm of each head of q and k, without biases; `weight` [heads + kv_heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
+    centred: bool = False  # LayerNorm, otherwise RMSNorm.
 
     def __call__(self, heads: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(heads, heads.shape[-1:], None, self.eps).mul_(self.weight)
+        norm = F.layer_norm if self.centred else F.rms_norm
+        return norm(heads, heads.shape[-1:], None, eps=self.eps).mul_(self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class WidthNorm:
+    """RMSNorm of all heads of q together, and of all heads of k."""
+
+    num_heads: int
+    q: RMSNorm
+    k: RMSNorm
+
+    def __call__(self, heads: torch.Tensor) -> torch.Tensor:
+        q, k = heads[:, : self.num_heads].flatten(1), heads[:, self.num_heads :].flatten(1)
+        return torch.cat((self.q(q), self.k(k)), dim=1).view_as(heads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +72,11 @@ class DecoderLayer:
     qkv: Linear
     out: Linear
     mlp: MLP
-    attn_norm: Norm
-    mlp_norm: Norm
-    qk_norm: QKNorm | None
+    attn_norm: Norm | None
+    attn_out_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp_out_norm: Norm | None
+    qk_norm: QKNorm | WidthNorm | None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -73,6 +89,7 @@ class DecoderLayer:
         norm = self.qk_norm
         if norm is None:
             return None
+        assert isinstance(norm, QKNorm)
         return HeadNorm(norm.weight[0], norm.weight[self.spec.attention.num_heads], norm.eps)
 
     def __call__(
@@ -85,15 +102,30 @@ class DecoderLayer:
         """x [rows, hidden] -> [rows, hidden], or only the rows `rows`.
 
         `angles`: of each of the decoder's ropes."""
-        is_first = self.spec.pre_norm
-        attended = self._attended(self.attn_norm(x) if is_first else x, angles, attend)
+        after_sum = self.spec.norms.after_sum
+        normed = x if after_sum else _normed(self.attn_norm, x)
+        attended = self._attended(normed, angles, attend)
         if rows is not None:
             attended, x = attended.index_select(0, rows), x.index_select(0, rows)
-        x = self.out(attended, x)
-        if is_first:
-            return self.mlp(self.mlp_norm(x), x)
-        x = self.attn_norm(x)
-        return self.mlp_norm(self.mlp(x, x))
+        if self.spec.parallel:
+            shared = normed if rows is None else normed.index_select(0, rows)
+            hidden = shared if self.mlp_norm is None else self.mlp_norm(x)
+            x = self._sum(self.out, self.attn_out_norm, attended, x)
+            return self._sum(self.mlp, self.mlp_out_norm, hidden, x)
+        x = self._sum(self.out, self.attn_out_norm, attended, x)
+        if after_sum:
+            x = _normed(self.attn_norm, x)
+            return _normed(self.mlp_norm, self.mlp(x, x))
+        return self._sum(self.mlp, self.mlp_out_norm, _normed(self.mlp_norm, x), x)
+
+    def _sum(
+        self, part: Linear, norm: Norm | None, inputs: torch.Tensor, residual: torch.Tensor
+    ) -> torch.Tensor:
+        """residual + the scaled norm of `part(inputs)`."""
+        scale = self.spec.residual_scale
+        if norm is None and scale == 1.0:
+            return part(inputs, residual)
+        return torch.add(residual, _normed(norm, part(inputs)), alpha=scale)
 
     def _attended(self, x: torch.Tensor, angles: Sequence[Angles], attend: Attend) -> torch.Tensor:
         spec = self.spec.attention
@@ -106,6 +138,10 @@ class DecoderLayer:
             rotate_(rotated, *angles[spec.rope])
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         return attend(self.index, q, k, v)
+
+
+def _normed(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder:
@@ -131,6 +167,9 @@ class Decoder:
         self.ranks = ranks
         self.vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
         self.embed = self._of_vocabulary(take(f"{OWN.embed}.weight"))
+        self._embed_scale: torch.Tensor | None = None
+        if spec.embed_scale != 1.0:
+            self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
         self._positions = None
         if spec.position_offset is not None:
             self._positions = take(f"{OWN.positions}.weight")[spec.position_offset :]
@@ -190,8 +229,11 @@ class Decoder:
 
     def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
         if self.vocabulary is not None:
-            return self.vocabulary.embed(token_ids, self.embed)
-        return F.embedding(token_ids, self.embed)
+            rows = self.vocabulary.embed(token_ids, self.embed)
+        else:
+            rows = F.embedding(token_ids, self.embed)
+        # The factor is rounded to the type of the weights, as in the original models.
+        return rows if self._embed_scale is None else rows.mul_(self._embed_scale)
 
     def final(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> the model's final states [rows, width]."""
@@ -201,15 +243,22 @@ class Decoder:
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """states [rows, width] from `final` -> logits float32 [rows, vocab]."""
-        logits = self.lm_head(states)
+        logits = self.own_logits(states)
         return (logits if self.vocabulary is None else self.vocabulary.gather(logits)).float()
+
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """`head`, for the tokens of this rank and in the model's dtype."""
+        logits, cap = self.lm_head(states), self.spec.logit_softcap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def best(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> int32 [rows]: see `VocabularyShard.best`.
 
         Only for decoders with several ranks."""
         assert self.vocabulary is not None
-        return self.vocabulary.best(self.lm_head(self.final(hidden)).float())
+        return self.vocabulary.best(self.own_logits(self.final(hidden)).float())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [rows, hidden] from `forward` -> float32 [rows, vocab]."""
@@ -242,28 +291,47 @@ def _build_layer(
 
     ups = (OWN.gate, OWN.up) if mlp.gated else (OWN.up,)
     up, down = linear(*ups, bias=mlp.bias), summed(OWN.down, bias=mlp.bias)
+
+    def norm(name: str, *, exists: bool) -> Norm | None:
+        return _build_norm(spec, take, f"{prefix}.{name}") if exists else None
+
+    norms = layer.norms
     return DecoderLayer(
         index=index,
         spec=layer,
         qkv=linear(OWN.q, OWN.k, OWN.v, bias=attention.qkv_bias),
         out=summed(OWN.o, bias=attention.o_bias),
         mlp=MLP(up, down, ACTIVATIONS[mlp.activation], gated=mlp.gated),
-        attn_norm=_build_norm(spec, take, f"{prefix}.{OWN.attn_norm}"),
-        mlp_norm=_build_norm(spec, take, f"{prefix}.{OWN.mlp_norm}"),
-        qk_norm=_build_qk_norm(spec, attention, take, prefix) if attention.qk_norm else None,
+        attn_norm=norm(OWN.attn_norm, exists=norms.attn),
+        attn_out_norm=norm(OWN.attn_out_norm, exists=norms.attn_out),
+        mlp_norm=norm(OWN.mlp_norm, exists=norms.mlp),
+        mlp_out_norm=norm(OWN.mlp_out_norm, exists=norms.mlp_out),
+        qk_norm=_build_qk_norm(spec, attention, take, prefix),
     )
 
 
 def _build_norm(spec: DecoderSpec, take: TakeTensor, name: str) -> Norm:
-    weight = take(f"{name}.weight")
+    weight = _gains(spec, take, name)
     if spec.norm.kind == "layer":
-        return LayerNorm(weight, take(f"{name}.bias"), spec.norm.eps)
+        bias = take(f"{name}.bias") if spec.norm.bias else None
+        return LayerNorm(weight, bias, spec.norm.eps)
     return RMSNorm(weight, spec.norm.eps)
+
+
+def _gains(spec: DecoderSpec, take: TakeTensor, name: str) -> torch.Tensor:
+    weight, offset = take(f"{name}.weight"), spec.norm.gain_offset
+    # In bfloat16 the sum would lose most bits of the gain.
+    return weight.float() + offset if offset else weight
 
 
 def _build_qk_norm(
     spec: DecoderSpec, attention: AttentionSpec, take: TakeTensor, prefix: str
-) -> QKNorm:
-    q = take(f"{prefix}.{OWN.q_norm}.weight").expand(attention.num_heads, -1)
-    k = take(f"{prefix}.{OWN.k_norm}.weight").expand(attention.num_kv_heads, -1)
-    return QKNorm(torch.cat((q, k)), spec.norm.eps)
+) -> QKNorm | WidthNorm | None:
+    if not attention.qk_norm:
+        return None
+    q, k = (_gains(spec, take, f"{prefix}.{name}") for name in (OWN.q_norm, OWN.k_norm))
+    eps = spec.norm.eps
+    if attention.qk_norm == "width":
+        return WidthNorm(attention.num_heads, RMSNorm(q, eps), RMSNorm(k, eps))
+    gains = q.expand(attention.num_heads, -1), k.expand(attention.num_kv_heads, -1)
+    return QKNorm(torch.cat(gains), eps, spec.norm.kind == "layer")

@@ -24,8 +24,9 @@ from parrot.engine.kernels.linear.products import (
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models.decoder import Decoder, DecoderLayer
-from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm, angle_table
+from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
+from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
 
 
@@ -63,10 +64,11 @@ def make_forward(model: Decoder, max_positions: int) -> Forward:
 
 _HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
-    *("names", "tie_embeddings", "sliding_window"),
+    *("names", "tie_embeddings"),
 )
 _HANDLED_BY_ATTENTION = (
-    *("num_heads", "num_kv_heads", "head_dim", "qk_norm", "qkv_bias", "o_bias"),
+    *("num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm", "qkv_bias", "o_bias"),
+    *("scale", "softcap", "window"),  # `TritonAttention` handles these.
 )
 
 
@@ -75,7 +77,6 @@ def can_fuse(spec: DecoderSpec) -> bool:
     return (
         is_default(spec, except_for=_HANDLED)
         and is_default(spec.norm, except_for=("eps",))
-        and len(spec.ropes) == 1
         and all(map(_can_fuse_layer, spec.layers))
     )
 
@@ -84,6 +85,7 @@ def _can_fuse_layer(layer: LayerSpec) -> bool:
     return (
         is_default(layer, except_for=("attention", "mlp"))
         and is_default(layer.attention, except_for=_HANDLED_BY_ATTENTION)
+        and layer.attention.qk_norm in ("", "head")
         and is_default(layer.mlp, except_for=("width", "bias"))
     )
 
@@ -113,7 +115,7 @@ class PlainDecoder:
         return self._model.final(hidden)
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
-        return self._model.lm_head(states)
+        return self._model.own_logits(states)
 
 
 Normed = torch.Tensor | UndividedRows
@@ -193,9 +195,10 @@ class _FusedLayer:
     attn_norm: RMSNorm
     mlp_norm: RMSNorm
     head_norm: HeadNorm | None
+    cos_sin: torch.Tensor  # The table of angles.
 
     @classmethod
-    def of(cls, layer: DecoderLayer) -> "_FusedLayer":
+    def of(cls, layer: DecoderLayer, cos_sin: torch.Tensor) -> "_FusedLayer":
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
@@ -207,6 +210,7 @@ class _FusedLayer:
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
             head_norm=layer.head_norm,
+            cos_sin=cos_sin,
         )
 
 
@@ -218,11 +222,17 @@ class FusedDecoder:
         assert isinstance(model.norm, RMSNorm)
         self.vocabulary = model.vocabulary
         self._embed, self._embedded = model.embed, model.embedded
-        self._layers = [_FusedLayer.of(layer) for layer in model.layers]
+        tables = {
+            rope: angle_table(
+                None if rope is None else spec.ropes[rope], spec.attention.head_dim, max_positions
+            ).to(model.device)
+            for rope in {layer.attention.rope for layer in spec.layers}
+        }
+        self._layers = [
+            _FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
+        ]
         self._norm = model.norm
         self._lm_head = _Weight.of(model.lm_head)
-        table = angle_table(spec.ropes[0], spec.attention.head_dim, max_positions)
-        self._cos_sin = table.to(model.device)
 
     def __call__(
         self,
@@ -289,7 +299,7 @@ class FusedDecoder:
         only_last: bool,
     ) -> torch.Tensor:
         shape, qkv = attention.shape, layer.qkv
-        where = (attention.view(index, plan), plan.table_rows, self._cos_sin, shape)
+        where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
         fits = can_rotate(shape, x) and not attention.is_quantised
         if layer.head_norm is None and fits:

@@ -216,6 +216,11 @@ class GGUFFile:
         kind = get(f"{architecture}.rope.scaling.type", "none")
         if kind == "none":
             return {"rope_theta": theta, "rope_type": "default"}
+        if kind != "linear":
+            raise ConfigError(
+                f"{self.path}: rope scaling {kind!r} is not supported in GGUF files; "
+                "use the model's safetensors"
+            )
         factor = get(f"{architecture}.rope.scaling.factor", 1.0)
         return {"rope_theta": theta, "rope_type": kind, "factor": factor}
 

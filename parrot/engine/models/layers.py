@@ -1,16 +1,15 @@
-"""The parts of decoders: linear layers, norms, MLP and rotary positions.
+"""The parts of decoders: linear layers, norms and MLP.
 
 All of them run under `torch.inference_mode`."""
 
-import math
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from parrot.engine.models.ggml_blocks import BLOCK, FourBit
-from parrot.engine.models.spec import RopeSpec
 
 # Number of rows for which oneDNN chooses the blocked layout of a packed weight. For all other
 # numbers of rows the layout is at most 2% slower than the best layout.
@@ -130,7 +129,7 @@ class RMSNorm:
 
 
 class LayerNorm:
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> None:
         self._weight = weight
         self._bias = bias
         self._eps = eps
@@ -142,7 +141,12 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
-ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "relu": F.relu, "gelu": F.gelu}
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class MLP:
@@ -160,58 +164,3 @@ class MLP:
             return self.down(self._activation(self.up(x)), residual)
         gate, up = self.up(x).chunk(2, dim=-1)
         return self.down(self._activation(gate).mul_(up), residual)
-
-
-def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / spec.theta**exponents
-    if spec.kind == "linear":
-        return frequencies / float(spec.scaling["factor"])
-    if spec.kind == "factors":
-        return frequencies / torch.tensor(spec.scaling["factors"], dtype=torch.float32)
-    if spec.kind == "llama3":
-        return _llama3(frequencies, spec)
-    return frequencies
-
-
-def _llama3(frequencies: torch.Tensor, spec: RopeSpec) -> torch.Tensor:
-    """Llama 3.1's scaling: low frequencies are divided by `factor`, high frequencies are unchanged,
-    and frequencies between them are interpolated."""
-    factor = float(spec.scaling["factor"])
-    low, high = float(spec.scaling["low_freq_factor"]), float(spec.scaling["high_freq_factor"])
-    original = float(spec.scaling["original_max_position_embeddings"])
-    turns = original * frequencies / (2 * math.pi)
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * frequencies / factor + blend * frequencies
-
-
-def angle_table(spec: RopeSpec, head_dim: int, num_positions: int) -> torch.Tensor:
-    """Cosines, then sines, of every position: float32 [num_positions, head_dim]."""
-    positions = torch.arange(num_positions, dtype=torch.float32)
-    angles = torch.outer(positions, inverse_frequencies(spec, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=1)
-
-
-class Rope:
-    """Rotary positions that pair dimension i with i + head_dim / 2, as Hugging Face does."""
-
-    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(spec, head_dim).to(device)
-
-    def angles(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [rows, 1, head_dim], for all layers of a step."""
-        angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        return (
-            torch.cat((cos, cos), dim=1).to(dtype).unsqueeze(1),
-            torch.cat((-sin, sin), dim=1).to(dtype).unsqueeze(1),
-        )
-
-
-def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate heads [rows, heads, head_dim] in place."""
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cos).addcmul_(swapped, sin)

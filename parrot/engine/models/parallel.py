@@ -120,7 +120,11 @@ class Partition:
         if own == OWN.q:
             return self._even(0, q_width)
         if own in (OWN.k, OWN.v):
-            return self._kv_part(attention)
+            return self._kv_part(attention, attention.head_dim)
+        if own == OWN.q_norm and attention.qk_norm == "heads":
+            return self._even(0, attention.num_heads)
+        if own == OWN.k_norm and attention.qk_norm == "heads":
+            return self._kv_part(attention, 1)
         if own in (OWN.gate, OWN.up):
             return self._even(0, width)
         if own in (OWN.o, OWN.down) and kind == "weight":
@@ -131,13 +135,12 @@ class Partition:
         share = size // self.ranks.size
         return Part(dim, self.ranks.rank * share, (self.ranks.rank + 1) * share, size)
 
-    def _kv_part(self, whole: AttentionSpec) -> Part:
-        """The KV heads of this rank's query heads."""
-        size, head_dim = self.ranks.size, whole.head_dim
+    def _kv_part(self, whole: AttentionSpec, rows: int) -> Part:
+        """The KV heads of this rank's query heads; `rows` of the tensor for each head."""
+        size = self.ranks.size
         num_heads = max(1, whole.num_kv_heads // size)
         first = self.ranks.rank * whole.num_kv_heads // size
-        width = whole.num_kv_heads * head_dim
-        return Part(0, first * head_dim, (first + num_heads) * head_dim, width)
+        return Part(0, first * rows, (first + num_heads) * rows, whole.num_kv_heads * rows)
 
     def _vocabulary_part(self) -> Part:
         size, share = self.spec.vocab_size, _tokens_of_rank(self.spec, self.ranks)
@@ -153,6 +156,11 @@ def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
     """Raise `ConfigError` if a decoder cannot be divided evenly among `size` ranks.
 
     The error names the possible sizes."""
+    if any(layer.attention.qk_norm == "width" for layer in spec.layers):
+        raise ConfigError(
+            f"`instance.tensor_parallel`: {source} normalises all its heads together, which "
+            "ranks cannot divide among them; set it to 1"
+        )
     if _can_divide(spec, size):
         return
     heads = spec.attention

@@ -7,7 +7,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from parrot.engine.kernels.attention_shape import ScoreRule
+
 HFConfig = Mapping[str, Any]
+
+
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "factors"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +20,24 @@ class RopeSpec:
     """The parameters of rotary positions."""
 
     theta: float
-    # "factors" divides each frequency by its own factor, from a GGUF file.
-    kind: Literal["default", "linear", "llama3", "factors"] = "default"
+    # "longrope" and "factors" (GGUF files) divide each frequency by a factor of its own.
+    kind: RopeKind = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict)  # Parameters of `kind`.
+    partial: float = 1.0  # The share of a head's dimensions that rotate: the first ones.
+    interleaved: bool = False  # Pairs are dimensions 2i and 2i + 1, otherwise i and i + half.
+    amplitude: float = 1.0  # Factor of cosines and sines.
+
+    def rotated(self, head_dim: int) -> int:
+        """The number of dimensions that rotate."""
+        return int(head_dim * self.partial)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names of modules in a checkpoint. Names of a layer's modules are relative to `layer`.
 
-    The defaults are also the decoder's own names for its tensors, in all families."""
+    The defaults are also the decoder's own names for its tensors, in all families. If q, k and v
+    have the same name, or gate and up, one tensor has the rows of all, in this order."""
 
     embed: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -37,13 +50,17 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     attn_norm: str = "input_layernorm"
+    attn_out_norm: str = "self_attn.out_norm"
     mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "mlp.out_norm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
     positions: str = "model.embed_positions"
     project_in: str = "model.project_in"
     project_out: str = "model.project_out"
+    joins_heads: bool = False  # A tensor of q, k and v has the rows of each head together.
+    transposed: bool = False  # Weights of a layer are [inputs, outputs].
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +70,12 @@ class NormSpec:
     kind: Literal["rms", "layer"] = "rms"
     eps: float = 1e-6
     bias: bool = False
+    gain_offset: float = 0.0  # Added to the gains of a checkpoint.
+
+
+# "head" has one gain for all heads of q and one for all heads of k. "heads" has a gain for each
+# head. "width" normalises all heads together.
+HeadNorms = Literal["", "head", "heads", "width"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +86,39 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: int | None = 0  # Index into `DecoderSpec.ropes`; None: heads are not rotated.
-    qk_norm: bool = False  # A norm of each head of q and k.
+    qk_norm: HeadNorms = ""  # Norms of q and k.
     qkv_bias: bool = False
     o_bias: bool = False
+    scale: float | None = None  # Factor of scores; None: 1 / sqrt(head_dim).
+    softcap: float | None = None  # Scores are softcap * tanh(score / softcap).
+    window: int | None = None  # Keys that a token attends to, with its own; None: all.
+
+    @property
+    def rule(self) -> ScoreRule:
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return ScoreRule(scale, self.softcap, self.window)
+
+
+Activation = Literal["silu", "relu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)
 class MlpSpec:
     width: int
-    activation: Literal["silu", "relu", "gelu"] = "silu"
+    activation: Activation = "silu"
     gated: bool = True  # down(act(gate) * up), otherwise down(act(up)).
     bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The norms that a layer has."""
+
+    attn: bool = True  # Of the input of attention.
+    attn_out: bool = False  # Of the output of attention.
+    mlp: bool = True
+    mlp_out: bool = False
+    after_sum: bool = False  # `attn` and `mlp` normalise the sum with the residual instead.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +127,10 @@ class LayerSpec:
 
     attention: AttentionSpec
     mlp: MlpSpec
-    pre_norm: bool = True  # False: norms follow the residual sum.
+    norms: Norms = Norms()
+    # Attention and MLP have the same input. Without `norms.mlp` they also share its norm.
+    parallel: bool = False
+    residual_scale: float = 1.0  # Factor of the outputs of attention and MLP.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +151,9 @@ class DecoderSpec:
     position_offset: int | None = None
     # Width of token embeddings that are projected to and from `hidden_size`; None: no projections.
     embed_dim: int | None = None
-    sliding_window: int | None = None
+    embed_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # Logits are softcap * tanh(logit / softcap).
 
     @property
     def num_layers(self) -> int:
@@ -115,14 +165,19 @@ class DecoderSpec:
         return self.layers[0].attention
 
     @property
+    def rules(self) -> list[ScoreRule]:
+        return [layer.attention.rule for layer in self.layers]
+
+    @property
     def mlp_widths(self) -> frozenset[int]:
         return frozenset(layer.mlp.width for layer in self.layers)
 
-    @property
-    def max_seq_len(self) -> int:
-        """The longest context, in tokens."""
-        # A context within the sliding window attends to all its tokens, so no mask is necessary.
-        return min(self.max_positions, self.sliding_window or self.max_positions)
+    def for_length(self, max_seq_len: int | None) -> "DecoderSpec":
+        """The spec of an engine with contexts up to this length; None: of the model's length."""
+        # Original models change all frequencies when a context passes the original length. All
+        # contexts of an engine must have the same frequencies, because they share KV.
+        length = min(max_seq_len or self.max_positions, self.max_positions)
+        return replace(self, ropes=tuple(_rope_for_length(rope, length) for rope in self.ropes))
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> "DecoderSpec":
         """`change` gets the index of each layer and the layer."""
@@ -134,9 +189,20 @@ class DecoderSpec:
             lambda _, layer: replace(layer, attention=replace(layer.attention, **changes))
         )
 
+    def with_layer_fields(self, **changes: Any) -> "DecoderSpec":
+        """Change fields of all layers."""
+        return self.with_layers(lambda _, layer: replace(layer, **changes))
+
     def with_mlp(self, **changes: Any) -> "DecoderSpec":
         """Change fields of the MLP of all layers."""
         return self.with_layers(lambda _, layer: replace(layer, mlp=replace(layer.mlp, **changes)))
+
+
+def _rope_for_length(rope: RopeSpec, length: int) -> RopeSpec:
+    if rope.kind != "longrope":
+        return rope
+    key = "long_factor" if length > rope.scaling["original"] else "short_factor"
+    return replace(rope, scaling={**rope.scaling, "factors": rope.scaling[key]})
 
 
 def is_default(value: Any, *, except_for: Collection[str]) -> bool:

@@ -3,22 +3,63 @@
 All decoders use the names of Llama's tensors. `TensorNames` has the names of a checkpoint."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import prod
+from typing import TYPE_CHECKING
 
-from parrot.engine.models.spec import DecoderSpec, LayerSpec, TensorNames
+from parrot.engine.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    RopeSpec,
+    TensorNames,
+)
+
+if TYPE_CHECKING:
+    import torch
 
 OWN = TensorNames()  # The decoder's own names.
+_FIELDS = {getattr(OWN, x.name): x.name for x in fields(OWN)}
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A tensor of a decoder, and its name in a checkpoint."""
+    """A tensor of a decoder, and where a checkpoint has it: in rows of a tensor `source`."""
 
     source: str
+    source_shape: Shape
     shape: Shape
+    first: int = 0  # The first row.
+    # Rows from one head to the next, if the source has the rows of q, k and v by head; else 0.
+    head_step: int = 0
+    transposed: bool = False  # The source is [inputs, outputs].
+    # The dimensions of a head in the order of the decoder; (): the order of the source.
+    order: tuple[int, ...] = ()
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the tensor is consecutive rows of the source."""
+        return not self.head_step and not self.transposed
+
+    def of(self, source: "torch.Tensor") -> "torch.Tensor":
+        """The tensor, before `ordered`."""
+        rows = source.t() if self.transposed else source
+        if not self.head_step:
+            return rows[self.first : self.first + self.shape[0]]
+        heads = rows.reshape(-1, self.head_step, *rows.shape[1:])
+        count = self.shape[0] // len(heads)
+        return heads[:, self.first : self.first + count].flatten(0, 1)
+
+    def ordered(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """The tensor, or some of its heads, with the dimensions of each head in order."""
+        if not self.order:
+            return tensor
+        if tensor.shape[-1] == len(self.order):  # Gains of heads.
+            return tensor[..., list(self.order)]
+        heads = tensor.reshape(-1, len(self.order), *tensor.shape[1:])
+        return heads[:, list(self.order)].flatten(0, 1)
 
 
 def tensor_plans(spec: DecoderSpec) -> dict[str, TensorPlan]:
@@ -38,20 +79,75 @@ def num_layer_weights(spec: DecoderSpec) -> int:
 
 def source_shapes(plans: Mapping[str, TensorPlan]) -> dict[str, Shape]:
     """The shapes of all tensors that a checkpoint must have, by the checkpoint's names."""
-    return {plan.source: plan.shape for plan in plans.values()}
+    return {plan.source: plan.source_shape for plan in plans.values()}
+
+
+_JOINED = ((OWN.q, OWN.k, OWN.v), (OWN.gate, OWN.up))  # Modules that may be one in a checkpoint.
+_MATRICES = (*_JOINED[0], *_JOINED[1], OWN.o, OWN.down)
+_ROTATED = (OWN.q, OWN.k, OWN.q_norm, OWN.k_norm)
 
 
 def _plans(spec: DecoderSpec) -> Iterator[tuple[str, TensorPlan]]:
-    modules = {getattr(OWN, x.name): getattr(spec.names, x.name) for x in fields(OWN)}
     for name, shape in _top_shapes(spec).items():
         module, _, parameter = name.rpartition(".")
-        yield name, TensorPlan(f"{modules[module]}.{parameter}", shape)
+        yield name, TensorPlan(f"{_source(spec.names, module)}.{parameter}", shape, shape)
     for i, layer in enumerate(spec.layers):
-        own, source = OWN.layer.format(i=i), spec.names.layer.format(i=i)
-        for name, shape in _layer_shapes(spec, layer).items():
-            module, _, parameter = name.rpartition(".")
-            plan = TensorPlan(f"{source}.{modules[module]}.{parameter}", shape)
-            yield f"{own}.{name}", plan
+        shapes = _layer_shapes(spec, layer)
+        for name in shapes:
+            yield f"{OWN.layer.format(i=i)}.{name}", _layer_plan(spec, i, name, shapes)
+
+
+def _source(names: TensorNames, module: str) -> str:
+    """The name of a module in the checkpoint."""
+    return str(getattr(names, _FIELDS[module]))
+
+
+def _layer_plan(spec: DecoderSpec, index: int, name: str, shapes: dict[str, Shape]) -> TensorPlan:
+    names, attention, shape = spec.names, spec.layers[index].attention, shapes[name]
+    module, _, parameter = name.rpartition(".")
+    source = _source(names, module)
+    joined = _joined(names, module)
+    sizes = [shapes[f"{other}.{parameter}"][0] for other in joined]
+    place = joined.index(module)
+    plan = TensorPlan(
+        source=f"{names.layer.format(i=index)}.{source}.{parameter}",
+        source_shape=(sum(sizes), *shape[1:]),
+        shape=shape,
+        first=sum(sizes[:place]),
+    )
+    if len(joined) > 1 and names.joins_heads:
+        head_dim = attention.head_dim
+        plan = replace(plan, first=place * head_dim, head_step=len(joined) * head_dim)
+    if names.transposed and module in _MATRICES and parameter == "weight":
+        plan = replace(plan, source_shape=plan.source_shape[::-1], transposed=True)
+    if module in _ROTATED and attention.rope is not None:
+        plan = replace(plan, order=_head_order(spec.ropes[attention.rope], attention.head_dim))
+    return plan
+
+
+def _joined(names: TensorNames, module: str) -> list[str]:
+    """The modules whose rows are in one tensor of the checkpoint."""
+    for group in _JOINED:
+        if module in group:
+            return [other for other in group if _source(names, other) == _source(names, module)]
+    return [module]
+
+
+def _head_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...]:
+    """The order in which dimension i of a head rotates with i + head_dim / 2.
+
+    Dimensions that do not rotate are last in each half. () is the order of the checkpoint."""
+    # q k^T does not change if the dimensions of q and k change places. So all kernels support all
+    # kinds of rotations.
+    num_rotated = rope.rotated(head_dim)
+    if num_rotated == head_dim and not rope.interleaved:
+        return ()
+    rotated, rest = range(num_rotated), range(num_rotated, head_dim)
+    half = num_rotated // 2
+    firsts, seconds = rotated[:half], rotated[half:]
+    if rope.interleaved:
+        firsts, seconds = rotated[::2], rotated[1::2]
+    return (*firsts, *rest[: len(rest) // 2], *seconds, *rest[len(rest) // 2 :])
 
 
 def _top_shapes(spec: DecoderSpec) -> dict[str, Shape]:
@@ -81,15 +177,35 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> dict[str, Shape]:
         | _module(OWN.o, hidden, q_width, bias=attention.o_bias)
         | _module(OWN.up, mlp.width, hidden, bias=mlp.bias)
         | _module(OWN.down, hidden, mlp.width, bias=mlp.bias)
-        | _module(OWN.attn_norm, hidden, bias=spec.norm.bias)
-        | _module(OWN.mlp_norm, hidden, bias=spec.norm.bias)
+        | _norm_shapes(spec, layer)
     )
     if mlp.gated:
         shapes |= _module(OWN.gate, mlp.width, hidden, bias=mlp.bias)
-    if attention.qk_norm:
-        shapes |= _module(OWN.q_norm, attention.head_dim)
-        shapes |= _module(OWN.k_norm, attention.head_dim)
     return shapes
+
+
+def _norm_shapes(spec: DecoderSpec, layer: LayerSpec) -> dict[str, Shape]:
+    norms, attention = layer.norms, layer.attention
+    has = {
+        OWN.attn_norm: norms.attn,
+        OWN.attn_out_norm: norms.attn_out,
+        OWN.mlp_norm: norms.mlp,
+        OWN.mlp_out_norm: norms.mlp_out,
+    }
+    shapes: dict[str, Shape] = {}
+    for name in (name for name, exists in has.items() if exists):
+        shapes |= _module(name, spec.hidden_size, bias=spec.norm.bias)
+    if attention.qk_norm:
+        shapes |= _module(OWN.q_norm, *_head_gains(attention, attention.num_heads))
+        shapes |= _module(OWN.k_norm, *_head_gains(attention, attention.num_kv_heads))
+    return shapes
+
+
+def _head_gains(attention: AttentionSpec, num_heads: int) -> Shape:
+    size = attention.head_dim
+    return {"head": (size,), "heads": (num_heads, size), "width": (num_heads * size,)}[
+        attention.qk_norm
+    ]
 
 
 def _module(name: str, *weight: int, bias: bool = False) -> dict[str, Shape]:

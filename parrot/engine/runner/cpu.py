@@ -241,7 +241,7 @@ class ModelRunner:
             options.num_host_blocks,
             draft_sizes=_DRAFT_SIZES,
         )
-        self._attention = TorchAttention(self._cache.pooled, spec.attention.num_heads)
+        self._attention = TorchAttention(self._cache.pooled, spec.attention.num_heads, spec.rules)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * options.max_rows, max_blocks, block_size)
         most = options.max_threads

@@ -162,7 +162,7 @@ def runner_info(
     return RunnerInfo(
         num_blocks=num_blocks,
         block_size=cache.layout.block_size,
-        max_seq_len=min(max_seq_len or spec.max_seq_len, spec.max_seq_len),
+        max_seq_len=min(max_seq_len or spec.max_positions, spec.max_positions),
         vocab_size=spec.vocab_size,
         model_mem=model.num_bytes / MIB,
         cache_mem=cache.num_bytes / MIB,

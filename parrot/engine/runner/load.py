@@ -12,6 +12,7 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
+from parrot.engine.kernels.attention_shape import plain_rule
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     LoadedModel,
@@ -72,11 +73,8 @@ def load_rank(
     tokenizer = (
         open_tokenizer(config.tokenizer) if config.tokenizer else checkpoint.load_tokenizer()
     )
-    spec = checkpoint.spec
-    if spec.max_seq_len < spec.max_positions:
-        window = "contexts are limited to the model's sliding window of %d tokens"
-        logger.warning(window, spec.max_seq_len)
-    use_triton = device.type == "cuda" and _use_triton(instance, spec, device)
+    checkpoint = checkpoint.for_length(instance.max_seq_len)
+    use_triton = device.type == "cuda" and _use_triton(instance, checkpoint.spec, device)
     model = _load_decoder(config, checkpoint, device, member)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
     quantised = instance.kv_cache_dtype == "fp8"
@@ -205,6 +203,8 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     head_dim = spec.attention.head_dim
     if head_dim < least or not _is_power_of_two(head_dim):
         reasons.append(f"the kernels have no heads of size {head_dim}")
+    if any(rule != plain_rule(head_dim) for rule in spec.rules):
+        reasons.append("the kernels have no windows, caps or other scales of scores")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
     if quantised and torch.cuda.get_device_capability(device) < _E4M3:

@@ -20,7 +20,7 @@ from parrot.engine.attention.torch_attention import (
     merge,
 )
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, plain_rule
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
@@ -162,7 +162,7 @@ def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
     mask[::2, 0, 1:] = mask[1::2, 0, 2000:] = float("-inf")
     want, want_lse = reference(q, k, v, mask)
     for with_lse in (False, True):
-        out, lse = attend(q, k, v, mask=mask, with_lse=with_lse)
+        out, lse = attend(q, k, v, plain_rule(q.shape[-1]), mask=mask, with_lse=with_lse)
         assert out.dtype is dtype
         assert relative_error(out, want) < tolerance
         assert (lse is not None) == with_lse
@@ -177,7 +177,7 @@ def test_scores_of_long_contexts_are_never_all_there(
     """At most so many at once, of some heads and rows; the results are those of all together."""
     q, k, v = some_qkv(6, 70, 500, 8)
     mask = None if shared_mask is None else torch.randn((*shared_mask, 500))
-    want, want_lse = attend(q, k, v, mask=mask, with_lse=True)
+    want, want_lse = attend(q, k, v, plain_rule(q.shape[-1]), mask=mask, with_lse=True)
     most = 2 * attention.LEAST_ROWS * 500
     monkeypatch.setattr(attention, "SCORES", 1)
     monkeypatch.setattr(attention, "_MOST_SCORES", most)
@@ -188,7 +188,7 @@ def test_scores_of_long_contexts_are_never_all_there(
         return compute(add_product, q, k, *rest)
 
     monkeypatch.setattr(attention, "_attend", counted)
-    out, lse = attend(q, k, v, mask=mask, with_lse=True)
+    out, lse = attend(q, k, v, plain_rule(q.shape[-1]), mask=mask, with_lse=True)
     assert max(counts) <= most
     assert sum(counts) == 6 * 70 * 500
     torch.testing.assert_close(out, want)
@@ -205,9 +205,9 @@ def test_causal_attention_block_by_block(
     q, k, v = some_qkv(2, 210, past + 70, 16, dtype)
     hidden = torch.arange(past + 70) > past + torch.arange(70).repeat_interleave(3)[:, None]
     whole = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
-    causal = Causal(past + 70, 3, whole[: 3 * block, past : past + block].to(dtype))
+    causal = Causal(past + 70, 3, whole[: 3 * block, past : past + block].to(dtype), None)
     after_k, after_v = (torch.nn.functional.pad(x, (0, 0, 0, 6), value=torch.nan) for x in (k, v))
-    out, lse = attend_causal(q, after_k, after_v, causal, with_lse=True)
+    out, lse = attend_causal(q, after_k, after_v, plain_rule(q.shape[-1]), causal, with_lse=True)
     want, want_lse = reference(q, k, v, whole)
     assert relative_error(out, want) < tolerance
     assert lse is not None
@@ -231,9 +231,12 @@ def test_long_fills_beside_decodes(dtype: torch.dtype) -> None:
 
 def test_merging_parts_is_attention_over_their_union() -> None:
     q, k, v = some_qkv(2, 3, 20, 8)
-    parts = [attend(q, k[:, a:b], v[:, a:b], with_lse=True) for a, b in [(0, 3), (3, 4), (4, 20)]]
+    parts = [
+        attend(q, k[:, a:b], v[:, a:b], plain_rule(8), with_lse=True)
+        for a, b in [(0, 3), (3, 4), (4, 20)]
+    ]
     parts.append((torch.zeros_like(q), torch.full((2, 3), float("-inf"))))
     outs = torch.stack([out.transpose(0, 1) for out, _ in parts], dim=1)
     lses = torch.stack([lse.T for _, lse in parts if lse is not None], dim=1)
-    want = attend(q, k, v)[0].transpose(0, 1)
+    want = attend(q, k, v, plain_rule(8))[0].transpose(0, 1)
     torch.testing.assert_close(merge(outs, lses), want, rtol=1e-5, atol=1e-6)

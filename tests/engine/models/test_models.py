@@ -15,7 +15,7 @@ from parrot.engine.core.steps import PoolSpec
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config
-from parrot.engine.models.layers import inverse_frequencies
+from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.utils.config import ConfigError
@@ -31,6 +31,13 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+PHI_ROPE = {
+    "type": "longrope",
+    "long_factor": [1.0, 2.5, 3.0, 5.0, 6.0, 9.0],
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+}
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     *((family, {}) for family in TINY_CONFIGS),
     ("llama", {"rope_scaling": LLAMA3_ROPE}),
@@ -40,6 +47,22 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"num_key_value_heads": 6}),
     ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
     ("qwen3", {"attention_bias": True}),
+    ("mistral", {"sliding_window": 20}),
+    ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 20, "mlp_bias": True}),
+    ("phi3", {"rope_scaling": PHI_ROPE, "partial_rotary_factor": 0.75, "hidden_size": 96}),
+    ("olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
+    ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0}),
+    ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    ("cohere", {"use_qk_norm": True, "attention_bias": True}),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 32}),
+    ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("qwen2", {"rope_scaling": YARN_ROPE}),
+    (
+        "llama",
+        {"rope_scaling": YARN_ROPE | {"truncate": False, "mscale": 0.7, "mscale_all_dim": 1}},
+    ),
     ("opt", {"do_layer_norm_before": False, "word_embed_proj_dim": 32}),
     ("opt", {"activation_function": "gelu", "enable_bias": False}),
 ]
@@ -68,7 +91,9 @@ class LogitsRunner(ModelRunner):
 
 def build(folder: Path) -> tuple[LogitsRunner, torch.nn.Module]:
     checkpoint = open_checkpoint(str(folder))
-    twin = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    twin = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     return LogitsRunner(load_decoder(checkpoint, torch.float32, CPU)), twin
 
 
@@ -177,17 +202,17 @@ def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*it runs Llama"),
+        ("llama", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*it runs .*Llama"),
         ("llama", {"architectures": None}, "architecture '.none.'"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-            "'yarn' is not supported",
-        ),
-        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "'dynamic'"),
-        ("llama", {"hidden_act": "gelu_new"}, "'gelu_new'"),
+        ("llama", {"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported"),
+        ("phi3", {"rope_scaling": PHI_ROPE}, "must have 4 numbers"),
+        ("llama", {"hidden_act": "relu2"}, "'relu2'"),
+        ("mistral", {"sliding_window": 0}, "`sliding_window` is 0"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "`layer_types` is not 2 times"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("llama", {"quantization_config": {"quant_method": "awq"}}, "GGUF"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
         ("llama", {"num_attention_heads": 5, "num_key_value_heads": 2}, "5 heads"),
         ("llama", {"hidden_size": "wide"}, "invalid literal"),
         ("opt", {"activation_function": "tanh"}, "'tanh'"),
@@ -209,18 +234,44 @@ def test_a_missing_key_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "change", "limit"),
+    ("family", "change", "windows"),
     [
-        ("mistral", {"sliding_window": 128}, 128),
-        ("mistral", {"sliding_window": 4096}, 512),
-        ("qwen2", {"sliding_window": 128}, 512),
-        ("qwen2", {"sliding_window": 128, "use_sliding_window": True}, 128),
+        ("mistral", {"sliding_window": 128}, [128, 128]),
+        ("mistral", {"sliding_window": 4096}, [None, None]),  # All 512 positions are in the window.
+        ("qwen2", {"sliding_window": 128}, [None, None]),
+        (
+            "qwen2",
+            {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 1},
+            [None, 128],
+        ),
+        ("gemma2", {"layer_types": ["full_attention", "sliding_attention"]}, [None, 20]),
     ],
 )
-def test_a_sliding_window_limits_the_length(
-    family: str, change: dict[str, Any], limit: int
+def test_the_layers_with_windows(
+    family: str, change: dict[str, Any], windows: list[int | None]
 ) -> None:
-    assert spec_from_config(TINY_CONFIGS[family] | change, "x").max_seq_len == limit
+    spec = spec_from_config(TINY_CONFIGS[family] | change, "x")
+    assert [layer.attention.window for layer in spec.layers] == windows
+
+
+@pytest.mark.parametrize("original", [16, 256])
+def test_the_frequencies_of_longrope_depend_on_the_longest_context(
+    tmp_path: Path, original: int
+) -> None:
+    """For contexts on one side of the original length, the logits are those of transformers."""
+    overrides = {
+        "rope_scaling": PHI_ROPE,
+        "partial_rotary_factor": 0.75,
+        "hidden_size": 96,
+        "original_max_position_embeddings": original,
+        "sliding_window": None,
+    }
+    folder = make_tiny_model(tmp_path / "model", "phi3", overrides=overrides)
+    checkpoint = open_checkpoint(str(folder)).for_length(100)
+    twin = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    driver = Driver(LogitsRunner(load_decoder(checkpoint, torch.float32, CPU)))
+    context = driver.context(list(range(90)))
+    check_step(driver, [(context, 90)], {context.context_id: twin_logits(twin, context.tokens)})
 
 
 def test_rope_factors_divide_the_frequencies() -> None:

@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.tensors import OWN
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 from tests.support.rank_threads import on_ranks
-from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
 CPU = torch.device("cpu")
 SIZES: dict[str, dict[str, Any]] = {
@@ -22,6 +23,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 1},
     "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "opt": {"num_attention_heads": 4},
+    "cohere": {"num_attention_heads": 8, "num_key_value_heads": 2, "use_qk_norm": True},
+    "gemma3": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "gpt_neox": {"num_attention_heads": 4},
+    "phi3": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }
 
 
@@ -87,6 +92,12 @@ def test_a_kv_head_may_be_on_several_ranks() -> None:
     ]
     assert [part.start // 128 for part in parts if part] == [r // 2 for r in range(16)]
     assert all(part.stop - part.start == 128 for part in parts if part)
+
+
+def test_a_norm_of_all_heads_is_not_divided() -> None:
+    spec = spec_from_config(TINY_CONFIGS["olmo2"], "olmo")
+    with pytest.raises(ConfigError, match="olmo normalises all its heads together"):
+        require_divisible(spec, 2, "olmo")
 
 
 def test_what_cannot_be_divided_is_refused_with_what_can() -> None:

@@ -9,11 +9,24 @@ from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.utils.config import ConfigError
 
 ARCHITECTURES = {  # Module and function, by the name in config.json.
+    "Cohere2ForCausalLM": "cohere.cohere2",
+    "CohereForCausalLM": "cohere.cohere",
+    "GPT2LMHeadModel": "gpt.gpt2",
+    "GPTNeoXForCausalLM": "gpt.gpt_neox",
+    "Gemma2ForCausalLM": "gemma.gemma2",
+    "Gemma3ForCausalLM": "gemma.gemma3",
+    "GemmaForCausalLM": "gemma.gemma",
+    "Glm4ForCausalLM": "glm.glm4",
+    "GraniteForCausalLM": "llama.granite",
     "LlamaForCausalLM": "llama.llama",
     "MistralForCausalLM": "llama.mistral",
     "OPTForCausalLM": "opt.opt",
+    "Olmo2ForCausalLM": "olmo.olmo2",
+    "Phi3ForCausalLM": "phi.phi3",
     "Qwen2ForCausalLM": "llama.qwen2",
     "Qwen3ForCausalLM": "llama.qwen3",
+    "SmolLM3ForCausalLM": "llama.smollm3",
+    "StableLmForCausalLM": "stablelm.stablelm",
 }
 
 
@@ -39,4 +52,4 @@ def spec_from_config(config: HFConfig, source: str) -> DecoderSpec:
         raise ConfigError(f"{source}: config.json has no {error.args[0]!r}") from None
     except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{source}: {error}") from None
-    return spec
+    return spec.for_length(None)

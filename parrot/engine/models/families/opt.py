@@ -2,11 +2,18 @@
 
 from dataclasses import replace
 
-from parrot.engine.models.families.common import bounded, equal_layers, heads, sizes
-from parrot.engine.models.spec import DecoderSpec, HFConfig, MlpSpec, NormSpec, TensorNames
+from parrot.engine.models.families.common import activation_of, bounded, equal_layers, heads, sizes
+from parrot.engine.models.spec import (
+    DecoderSpec,
+    HFConfig,
+    LayerSpec,
+    MlpSpec,
+    Norms,
+    NormSpec,
+    TensorNames,
+)
 from parrot.utils.config import ConfigError
 
-_ACTIVATIONS = ("relu", "gelu")
 _POSITION_OFFSET = 2  # The first two learned positions of OPT are unused.
 
 _NAMES = TensorNames(
@@ -25,13 +32,12 @@ _NAMES = TensorNames(
 
 
 def opt(config: HFConfig) -> DecoderSpec:
-    activation = config.get("activation_function", "relu")
-    if activation not in _ACTIVATIONS:
-        raise ConfigError(f"activation_function {activation!r} is not supported; use relu or gelu")
+    activation = activation_of(config, "activation_function", "relu")
     if not config.get("layer_norm_elementwise_affine", True):
         raise ConfigError("layer_norm_elementwise_affine: false is not supported")
     pre_norm = bool(config.get("do_layer_norm_before", True))
     bias = bool(config.get("enable_bias", True))
+    norms = Norms(after_sum=not pre_norm)
     attention = replace(heads(config), rope=None, qkv_bias=bias, o_bias=bias)
     inner = bounded("intermediate_size", config["ffn_dim"])
     mlp = MlpSpec(inner, activation, gated=False, bias=bias)
@@ -39,9 +45,7 @@ def opt(config: HFConfig) -> DecoderSpec:
     width = int(config.get("word_embed_proj_dim") or fields["hidden_size"])
     return DecoderSpec(
         **fields,
-        layers=tuple(
-            replace(layer, pre_norm=pre_norm) for layer in equal_layers(config, attention, mlp)
-        ),
+        layers=equal_layers(config, LayerSpec(attention, mlp, norms)),
         norm=NormSpec("layer", eps=1e-5, bias=True),
         names=_NAMES,
         final_norm=pre_norm and not config.get("_remove_final_layer_norm", False),

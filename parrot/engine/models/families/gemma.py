@@ -1,0 +1,89 @@
+"""Gemma 1, 2 and 3 (text): gains with an offset of 1, and scaled embeddings."""
+
+from dataclasses import replace
+from typing import Any
+
+from parrot.engine.models.families.common import gated, read_rope, sliding_layers, with_windows
+from parrot.engine.models.spec import (
+    DecoderSpec,
+    HFConfig,
+    LayerSpec,
+    Norms,
+    NormSpec,
+    RopeSpec,
+    TensorNames,
+)
+from parrot.utils.config import ConfigError
+
+_HEAD_DIM = 256  # Head size if the configuration has none.
+_BOTH_SIDES = Norms(attn_out=True, mlp_out=True)
+_NAMES = TensorNames(
+    attn_out_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_out_norm="post_feedforward_layernorm",
+)
+_LOCAL, _GLOBAL = 0, 1  # Indices of Gemma 3's ropes.
+
+
+def gemma(config: HFConfig) -> DecoderSpec:
+    if config.get("hidden_act") == "gelu":  # A name of older releases for the approximation.
+        config = {**config, "hidden_act": "gelu_pytorch_tanh"}
+    return _scaled(config, "hidden_act", read_rope(config))
+
+
+def gemma2(config: HFConfig) -> DecoderSpec:
+    spec = _both_sides(_scaled(config, "hidden_activation", read_rope(config)), config)
+    slides = sliding_layers(config, lambda index: (index + 1) % 2 != 0)
+    return with_windows(spec, config.get("sliding_window", 4096), slides)
+
+
+def gemma3(config: HFConfig) -> DecoderSpec:
+    """Layers with a window have a rope of their own."""
+    interval = int(config.get("sliding_window_pattern", 6))
+    slides = sliding_layers(config, lambda index: (index + 1) % interval != 0)
+    spec = _both_sides(_scaled(config, "hidden_activation", *_gemma3_ropes(config)), config)
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        rope = _LOCAL if slides[index] else _GLOBAL
+        return replace(layer, attention=replace(layer.attention, qk_norm="head", rope=rope))
+
+    return with_windows(spec.with_layers(change), config.get("sliding_window", 4096), slides)
+
+
+def _gemma3_ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
+    nested: dict[str, Any] = dict(config.get("rope_parameters") or {})
+    local = nested.get("sliding_attention") or {}
+    whole = {**(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
+    local_theta = float(config.get("rope_local_base_freq", 10000.0))
+    own = {key: value for key, value in config.items() if key != "rope_theta"}
+    return (
+        read_rope(own, theta=local_theta, parameters=local),
+        read_rope(config, theta=1e6, parameters=whole),
+    )
+
+
+def _both_sides(spec: DecoderSpec, config: HFConfig) -> DecoderSpec:
+    """Norms on both sides of attention and MLP, and caps of scores and logits."""
+    cap = config.get("attn_logit_softcapping", 50.0 if "Gemma2" in spec.architecture else None)
+    last = config.get("final_logit_softcapping", 30.0 if "Gemma2" in spec.architecture else None)
+    scale = float(config.get("query_pre_attn_scalar", 256)) ** -0.5
+    spec = spec.with_attention(scale=scale, softcap=cap).with_layer_fields(norms=_BOTH_SIDES)
+    return replace(spec, names=_NAMES, logit_softcap=last)
+
+
+def _scaled(config: HFConfig, activation_key: str, *ropes: RopeSpec) -> DecoderSpec:
+    if config.get("use_bidirectional_attention"):
+        raise ConfigError("use_bidirectional_attention: true is not supported")
+    config = {"head_dim": _HEAD_DIM, **config}
+    norm = NormSpec(eps=float(config.get("rms_norm_eps", 1e-6)), gain_offset=1.0)
+    spec = gated(
+        config,
+        norm=norm,
+        rope=ropes[0],
+        activation_key=activation_key,
+        activation="gelu_pytorch_tanh",
+        ties=True,
+    )
+    bias = bool(config.get("attention_bias", False))
+    spec = spec.with_attention(qkv_bias=bias, o_bias=bias)
+    return replace(spec, ropes=ropes, embed_scale=spec.hidden_size**0.5)
