@@ -54,7 +54,12 @@ class DirectRequests:
         self._in_flight = QueuedByTenant()
 
     async def embed(
-        self, tenant: str, model: str, given: Sequence[Input], traceparent: str = ""
+        self,
+        tenant: str,
+        model: str,
+        given: Sequence[Input],
+        traceparent: str = "",
+        request_id: str = "",
     ) -> tuple[list[str], int]:
         """The embedding of each input as base64 of little-endian float32, and the number of tokens
         of all inputs. `traceparent`: the caller's span."""
@@ -64,6 +69,7 @@ class DirectRequests:
             tenant=tenant,
             weight=self._tenants.weigh(tenant),
             traceparent=traceparent,
+            request_id=request_id,
             inputs=[],
         )
         model = self._aliases.get(model, model)

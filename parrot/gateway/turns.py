@@ -122,6 +122,7 @@ class TurnRequest:
     tokens: TokenizedText | None = None  # the prompt's tokens, if its text encodes differently
     prediction: str = ""  # text that the answers may repeat
     traceparent: str = ""  # the caller's span
+    request_id: str = ""  # of the client's request
     # For servers behind engines: fields that Parrot does not know, and known fields that have no
     # effect in Parrot.
     unknown: Mapping[str, Any] = field(default_factory=dict)
@@ -323,6 +324,7 @@ class Turns:
             remark="" if target.left is None else f"prefix: {target.left}",
             prediction=request.prediction,
             traceparent=request.traceparent,
+            request_id=request.request_id,
         )
         prompt = Prompt(
             target.fill,

@@ -79,6 +79,7 @@ class JobRequest(InternalPayload):
     weight: float = Field(1.0, ge=1e-6, le=1e9, description="weight of the tenant")
     step_growth: Quantity | None = Field(None, description="growth of its steps by others")
     traceparent: Label = Field("", description="W3C trace context of the parent span; empty: none")
+    request_id: Label = Field("", description="id of the client's request, for a foreign server")
 
 
 class FillRequest(JobRequest, FillPiece):

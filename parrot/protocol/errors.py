@@ -51,6 +51,7 @@ class ParrotError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "parrot_error"
+    code: str | None = None  # Of a foreign server's error. It is not sent to other processes.
 
     def __init_subclass__(cls, *, status: int | None = None) -> None:
         if cls.__module__ == __name__:

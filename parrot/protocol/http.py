@@ -125,6 +125,8 @@ class HttpClient:
             headers["Authorization"] = f"Bearer {bearer}"
         if (span := TraceParent.parse(options.get("traceparent"))) is not None:
             headers["traceparent"] = str(span)
+        if request_id := options.get("request_id"):
+            headers["X-Request-Id"] = request_id
         try:
             async with self._client().request(
                 method,

@@ -58,6 +58,7 @@ class Options(TypedDict, total=False):
     body: Any  # Serializable with orjson.
     bearer: str | None  # Replaces the client's token.
     traceparent: str  # The parent span. Ignored if invalid.
+    request_id: str  # The id of the caller's request. Empty: none.
 
 
 class RequestOptions(Options, total=False):

@@ -60,13 +60,13 @@ def test_every_field_is_sent() -> None:
         *("context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
         *("tenant", "weight", "step_growth"),
-        *("drafts", "traceparent", "channel", "conversation"),
+        *("drafts", "traceparent", "request_id", "channel", "conversation"),
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text", "public_len"}
     assert set(FillPiece.model_fields) == piece
     assert set(FillRequest.model_fields) - piece == {
         *("session_id", "task_id", "attempt", "priority", "cache_salt", "end_flag", "traceparent"),
-        *("background", "background_share", "tenant", "weight", "step_growth"),
+        *("background", "background_share", "tenant", "weight", "step_growth", "request_id"),
     }
 
 

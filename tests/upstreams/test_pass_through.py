@@ -1,6 +1,7 @@
 """Requests that Parrot does not understand completely: a server behind it gets all of them, and a
 builtin engine rejects them. Over real HTTP, with a fake of the server."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,7 +16,7 @@ from parrot.utils.config import parse_config
 from tests.gateway.vendors.conftest import serve
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import fake_engine
-from tests.support.fake_openai import FakeOpenAI
+from tests.support.fake_openai import FakeOpenAI, Fault
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -217,3 +218,58 @@ async def test_a_builtin_engine_rejects_all_this(builtin: Any) -> None:
             assert status == 400, answer
             named = "min_tokens" if "min_tokens" in body else "type `image`"
             assert named in answer["error"]["message"]
+
+
+async def test_the_ids_of_a_request_reach_the_server(front: Front) -> None:
+    span = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    headers = {"x-request-id": "mine", "traceparent": span}
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+        (COMPLETIONS, {"prompt": "x"}),
+        (MESSAGES, {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}),
+        (RESPONSES, {"input": "x"}),
+        ("/v1/embeddings", {"input": "x"}),
+    ):
+        await front.post(path, body, headers=headers)
+        sent = front.fake.headers[-1]
+        assert (sent["x-request-id"], sent["traceparent"]) == ("mine", span), path
+
+
+async def test_two_requests_in_flight_have_different_ids(front: Front) -> None:
+    """vLLM rejects a request with the id of a running one."""
+    front.fake.hold = asyncio.Event()
+    body = {"messages": [{"role": "user", "content": "x"}], "n": 2}
+    both = asyncio.create_task(front.post(CHAT, body, headers={"x-request-id": "mine"}))
+    async with asyncio.timeout(5):
+        await front.fake.wait_for_requests(2)
+    front.fake.hold.set()
+    await both
+    assert sorted(sent["x-request-id"] for sent in front.fake.headers) == ["mine", "mine-2"]
+    await front.post(CHAT, body | {"n": 1}, headers={"x-request-id": "mine"})
+    assert front.fake.headers[-1]["x-request-id"] == "mine"
+    await front.post(CHAT, body | {"n": 1}, headers={"x-request-id": "m\xfcne"})
+    assert "x-request-id" not in front.fake.headers[-1]
+
+
+async def test_a_refusal_names_the_server_and_the_field(front: Front) -> None:
+    refusal = {"message": "too small", "param": "min_tokens", "code": "bad_value", "type": "x"}
+    front.fake.faults = [Fault(400, {"error": refusal})]
+    status, answer = await front.send(CHAT, {"messages": [{"role": "user", "content": "x"}]})
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (400, "min_tokens", "bad_value")
+    assert error["message"].startswith("the server http://127.0.0.1:")
+    assert error["message"].endswith("refused the request: too small")
+    detail = [{"loc": ["body", "min_tokens"], "msg": "Input should be a number"}]
+    front.fake.faults = [Fault(422, {"detail": detail})]
+    status, answer = await front.send(COMPLETIONS, {"prompt": "x"})
+    assert (status, "Input should be a number" in answer["error"]["message"]) == (400, True)
+
+
+async def test_a_field_that_the_server_does_not_have_is_named_as_the_client_names_it() -> None:
+    async with front_of(FakeOpenAI(owned_by="library")) as front:
+        body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
+        status, answer = await front.send(CHAT, body)
+        assert (status, answer["error"]["param"]) == (400, "ignore_eos")
+        assert answer["error"]["message"] == (
+            "no engine of gpt-fake supports `ignore_eos` (servers: ollama)"
+        )

@@ -5,7 +5,7 @@
 
 Jobs of one context run in order of arrival, so ServeCore may send a Generate while the Fill before
 it is still waiting. A fork may need more text than its parent has. It then waits for the last job
-of the parent.
+of the parent: for its fills, or for its output if the fills are too short.
 """
 
 import asyncio
@@ -56,6 +56,10 @@ class TextContext:
     def __len__(self) -> int:
         return self.parent_len + self.own_len
 
+    def holds(self, length: int | None) -> bool:
+        """Whether the context has this many characters. False for None: its final length."""
+        return length is not None and length <= len(self)
+
     def text(self) -> str:
         parts: list[str] = []
         context: TextContext | None = self
@@ -67,10 +71,11 @@ class TextContext:
         return "".join(reversed(parts))
 
     def apply_fork(self, fork: TextFork) -> None:
-        """Set `parent_len`. The turn `fork.after` must be over. Raises `NotFound` if the parent is
-        too short."""
+        """Set `parent_len`. The turn `fork.after` must be over, or have filled enough. Raises
+        `NotFound` if the parent is too short."""
         assert self.parent is not None
-        known = len(self.parent) if fork.after is None else fork.after.final_len
+        is_open = fork.after is None or not fork.after.over.is_set()
+        known = len(self.parent) if fork.after is None or is_open else fork.after.final_len
         if fork.length is not None and fork.length > known:
             raise NotFound(
                 f"context {self.parent.context_id} has {known} characters, not {fork.length}",
@@ -88,6 +93,7 @@ class ContextTurn:
         self.context = context
         self.job = job
         self.final_len = 0
+        self.filled: asyncio.Event = asyncio.Event()  # The job appends only its output from now on.
         self.over: asyncio.Event = asyncio.Event()
         self._before: asyncio.Event | None = context.turns[-1].over if context.turns else None
         context.turns.append(self)
@@ -98,7 +104,9 @@ class ContextTurn:
             await self._before.wait()
         if (fork := self.context.fork) is not None:
             if fork.after is not None:
-                await fork.after.over.wait()
+                await fork.after.filled.wait()
+                if self.context.parent is None or not self.context.parent.holds(fork.length):
+                    await fork.after.over.wait()
             self.context.apply_fork(fork)
         return self.context
 
@@ -106,6 +114,7 @@ class ContextTurn:
         """End the turn, so that the next job can begin. Idempotent."""
         if not self.over.is_set():
             self.final_len = len(self.context)
+            self.filled.set()
             self.over.set()
             self.context.turns.remove(self)
 

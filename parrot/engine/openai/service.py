@@ -305,7 +305,9 @@ class OpenAIService:
 
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
         async with self._gate.admit(request.priority if self._by_priority else 0):
-            answer = await self._upstream.embed(request.inputs, request.traceparent)
+            answer = await self._upstream.embed(
+                request.inputs, request.traceparent, request.request_id
+            )
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
             embeddings=[b64encode(vector).decode() for vector in vectors],
@@ -438,8 +440,10 @@ class OpenAIService:
         for at, piece in enumerate(pieces):
             turn = job.turns[piece.context_id]
             self._contexts.fill(await turn.ready(), piece.text or "")
-            if last_use[piece.context_id] == at and piece.context_id != kept:
-                turn.leave()
+            if last_use[piece.context_id] == at:
+                turn.filled.set()
+                if piece.context_id != kept:
+                    turn.leave()
 
     async def _generate(
         self, job: _Job[GenerateResponse], request: GenerateRequest, on_chunk: OnChunk | None
@@ -494,6 +498,7 @@ class OpenAIService:
             request.cache_salt,
             request.priority,
             traceparent=request.traceparent,
+            request_id=_request_id(request),
             conversation=request.conversation,
         )
         writer = None if request.conversation is None else AnswerWriter()
@@ -529,6 +534,13 @@ class OpenAIService:
             usage=usage,
             logprobs=logprobs.of_text(text),
         )
+
+
+def _request_id(request: GenerateRequest) -> str:
+    """The id of the client's request. A repeated attempt has its number at the end, because the
+    server may still run the attempt before it."""
+    is_first = request.attempt <= 1 or not request.request_id
+    return request.request_id if is_first else f"{request.request_id}-attempt{request.attempt}"
 
 
 def _needs(request: GenerateRequest) -> frozenset[str]:

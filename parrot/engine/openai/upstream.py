@@ -22,6 +22,7 @@ from parrot.engine.openai.probe import (
     list_models,
     read_metrics,
 )
+from parrot.engine.openai.request_ids import IdsInFlight
 from parrot.engine.openai.wire import (
     DONE,
     Embeddings,
@@ -47,7 +48,8 @@ from parrot.protocol.sampling import Logprobs, SamplingConfig
 from parrot.protocol.transport import retry_after_s
 from parrot.utils.config import ConfigError
 
-_MAX_MESSAGE = 500
+_MAX_MESSAGE = 500  # Characters of a server's message that are kept.
+_MAX_NAME = 256  # Characters of a server's `param` or `code` that are kept.
 _MAX_WAIT_S = 60.0
 _TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
 _TOO_LONG_WORDS = ("context length", "context window", "context size", "maximum context")
@@ -110,11 +112,12 @@ class ErrorTranslator:
         self._secret = secret
 
     def read(self, payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
-        """The error for a body `{"error": {"message", "type", "code"}}`, or for any other body."""
+        """The error for a body `{"error": {"message", "type", "param", "code"}}`, for FastAPI's
+        `{"detail": ...}`, or for any other body."""
         error = payload.get("error", payload) if isinstance(payload, Mapping) else None
         details = error if isinstance(error, Mapping) else {}
         names = {details.get("code"), details.get("type")} if details else set()
-        message = self._clean(details.get("message", error))
+        message = self._clean(details.get("message") or details.get("detail") or error)
         if status in (401, 403):
             return EngineFailed(
                 f"the server {self._server} refused the API key (HTTP {status}); "
@@ -128,7 +131,7 @@ class ErrorTranslator:
                 retry_after_s=retry_after_s(headers),
             )
         if status in (400, 413, 422):
-            return self._refused(names, message)
+            return self._refused(names, message, details)
         text = f"the server {self._server} answered HTTP {status}: {message}"
         if status in (404, 405, 501):
             return NotServed(text)
@@ -142,14 +145,25 @@ class ErrorTranslator:
         code = error.get("code") if isinstance(error, Mapping) else None
         return self.read(payload, code if isinstance(code, int) else 500, {})
 
-    def _refused(self, names: set[Any], message: str) -> InvalidRequest:
+    def _refused(self, names: set[Any], message: str, details: Mapping[str, Any]) -> InvalidRequest:
+        """The error for a request that the server refused, with its `param` and `code`."""
+        param, code = details.get("param"), details.get("code")
+        error: InvalidRequest
         lower = message.lower()
         if names & _TOO_LONG_CODES or any(words in lower for words in _TOO_LONG_WORDS):
-            return PromptTooLong(message)
-        return InvalidRequest(f"the server {self._server} refused the request: {message}")
+            error = PromptTooLong(message)
+        else:
+            error = InvalidRequest(f"the server {self._server} refused the request: {message}")
+        error.param = param[:_MAX_NAME] if isinstance(param, str) else None
+        error.code = code[:_MAX_NAME] if isinstance(code, str) else None
+        return error
 
     def _clean(self, message: object) -> str:
-        text = message if isinstance(message, str) else "no reason given"
+        text = "no reason given"
+        if isinstance(message, str):
+            text = message
+        elif message:
+            text = orjson.dumps(message, default=str).decode()
         if self._secret:
             text = text.replace(self._secret, "***")
         return text[:_MAX_MESSAGE]
@@ -286,6 +300,7 @@ class Upstream:
         self._instance = instance
         self._given = None if instance.server is None else DIALECTS[instance.server]
         self._dialect: Dialect | None = None
+        self._ids = IdsInFlight()
         self.capabilities = Capabilities()
         self.max_model_len: int | None = None
         self._was_unreachable = False  # The last probe got no answer.
@@ -377,17 +392,19 @@ class Upstream:
 
     async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the iterator yields the whole answer at once."""
-        payload = await _retried(
-            lambda: self._http.request(
-                "POST",
-                self._path(question),
-                params=self._params,
-                body=self._body(question),
-                timeout_s=_ANSWER_TIMEOUT_S,
-                traceparent=question.traceparent,
-            ),
-            self._backoff,
-        )
+        with self._ids.unique(question.request_id) as request_id:
+            payload = await _retried(
+                lambda: self._http.request(
+                    "POST",
+                    self._path(question),
+                    params=self._params,
+                    body=self._body(question),
+                    timeout_s=_ANSWER_TIMEOUT_S,
+                    traceparent=question.traceparent,
+                    request_id=request_id,
+                ),
+                self._backoff,
+            )
         answer = parse_answer(payload)
         if not answer.choices:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
@@ -396,30 +413,34 @@ class Upstream:
     async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
         `Unavailable` if the stream ends before the answer has a finish reason."""
+        with self._ids.unique(question.request_id) as request_id:
 
-        async def begin() -> tuple[AsyncGenerator[_Event, None], _Event | None]:
-            events = self._http.stream(
-                "POST",
-                self._path(question),
-                params=self._params,
-                body=self._body(question, stream=True),
-                idle_timeout_s=_ANSWER_TIMEOUT_S,
-                traceparent=question.traceparent,
-            )
-            return events, await anext(events, None)
+            async def begin() -> tuple[AsyncGenerator[_Event, None], _Event | None]:
+                events = self._http.stream(
+                    "POST",
+                    self._path(question),
+                    params=self._params,
+                    body=self._body(question, stream=True),
+                    idle_timeout_s=_ANSWER_TIMEOUT_S,
+                    traceparent=question.traceparent,
+                    request_id=request_id,
+                )
+                return events, await anext(events, None)
 
-        events, event = await _retried(begin, self._backoff)
-        has_ended = False
-        async with aclosing(events):
-            while event is not None and event[1].strip() != DONE:
-                chunk = self._chunk(event[1])
-                has_ended = has_ended or chunk.finish_reason is not None
-                yield chunk
-                event = await anext(events, None)
-            if event is None or not has_ended:
-                raise Unavailable(f"the stream of {self._http.base_url} was cut off")
+            events, event = await _retried(begin, self._backoff)
+            has_ended = False
+            async with aclosing(events):
+                while event is not None and event[1].strip() != DONE:
+                    chunk = self._chunk(event[1])
+                    has_ended = has_ended or chunk.finish_reason is not None
+                    yield chunk
+                    event = await anext(events, None)
+                if event is None or not has_ended:
+                    raise Unavailable(f"the stream of {self._http.base_url} was cut off")
 
-    async def embed(self, inputs: Sequence[list[int] | str], traceparent: str = "") -> Embeddings:
+    async def embed(
+        self, inputs: Sequence[list[int] | str], traceparent: str = "", request_id: str = ""
+    ) -> Embeddings:
         """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
 
@@ -432,6 +453,7 @@ class Upstream:
                     body=body,
                     timeout_s=_ANSWER_TIMEOUT_S,
                     traceparent=traceparent,
+                    request_id=request_id,
                 )
             except EngineFailed as error:
                 raise refused_embedding(error) from None

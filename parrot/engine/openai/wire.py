@@ -114,6 +114,7 @@ class Question:
     priority: int = 0  # Lower runs first.
     echoes: bool = False  # The answer includes the prompt.
     traceparent: str = ""  # The parent span.
+    request_id: str = ""  # Of the client's request.
     conversation: Mapping[str, Any] | None = None  # Replaces the prompt, see `GenerateRequest`.
 
 

@@ -239,6 +239,7 @@ class ChatCompletions:
                 options=template_options(request),
                 program=program_of(request, caller),
                 traceparent=caller.traceparent,
+                request_id=caller.request_id,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),

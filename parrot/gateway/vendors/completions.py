@@ -198,6 +198,7 @@ class Completions:
                     samplings=samplings,
                     program=program_of(request, caller),
                     traceparent=caller.traceparent,
+                    request_id=caller.request_id,
                     func_name="completion",
                     criteria=request.effective_criteria,
                     deadline=request.deadline,

@@ -14,6 +14,7 @@ from parrot.protocol.errors import (
     PromptTooLong,
     QuotaExceeded,
 )
+from parrot.protocol.sampling import OPENAI_NAMES, VLLM_NAMES
 from parrot.serve.prompts.encode import CountedPromptTooLong
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 429: "rate_limit_error"}
@@ -28,6 +29,9 @@ _NOT_FOUND = {
     "previous_response_id": "previous_response_not_found",
 }
 """Codes of `NotFound`, by the field that names the missing object."""
+_SAMPLING_NAMES = OPENAI_NAMES | VLLM_NAMES
+_CLIENT_NAMES = {ours: name for ours, name in _SAMPLING_NAMES.items() if name != ours}
+"""The names of sampling fields in OpenAI's API, if they differ from Parrot's."""
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -47,11 +51,14 @@ def openai_error(
     `prompt`: the field that holds the prompt."""
     status = 400 if error.status == 422 else error.status
     kind = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "server_error")
-    code = next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
+    code = error.code
+    code = code or next((code for cls, code in _CODES if isinstance(error, cls)), error.type)
     if isinstance(error, NotFound):
         code = _NOT_FOUND.get(error.param or "", code)
     param = prompt if isinstance(error, PromptTooLong) and not error.param else error.param
     message = openai_message(error, prompt)
+    if (name := _CLIENT_NAMES.get(param or "")) is not None:
+        message, param = message.replace(f"`{param}`", f"`{name}`"), name
     fields = {"message": message, "type": kind, "param": param, "code": code}
     return status, {"error": fields}
 

@@ -336,6 +336,7 @@ class Messages:
                 options=template_options(request),
                 program=caller.program or user,
                 traceparent=caller.traceparent,
+                request_id=caller.request_id,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),

@@ -21,7 +21,6 @@ from parrot.protocol.errors import (
     ParrotError,
     QuotaExceeded,
     Unavailable,
-    UnsupportedField,
 )
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import PrefixIndex
@@ -373,7 +372,7 @@ class Dispatcher:
         if self._was_restored or run.stats.engine_name is not None:
             self._returning.run_queued(run)
         if lacking := self._scheduler.engines.missing_features(run):
-            self._runs.fail(run, _unsupported(run.models, min(lacking)))
+            self._runs.fail(run, self.fleet.unsupported_error(run.models, min(lacking)))
 
     def expect(self, completion: Completion, forecast: Callable[[], float]) -> None:
         """Announce a completion that waits for inputs. `submit` or `stop_expecting` follows."""
@@ -608,8 +607,3 @@ class Dispatcher:
     def _on_freed(self, engine_id: int, context_id: int) -> None:
         self.fleet.free(engine_id, context_id)
         self._wake()
-
-
-def _unsupported(models: Sequence[str], name: str) -> UnsupportedField:
-    of_model = f" of {' or '.join(models)}" if models else ""
-    return UnsupportedField(f"no engine{of_model} supports `{name}`", param=name)

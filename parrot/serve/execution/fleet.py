@@ -26,6 +26,7 @@ from parrot.protocol.errors import (
     ParrotError,
     QuotaExceeded,
     Unavailable,
+    UnsupportedField,
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
 from parrot.serve.config import CoreConfig
@@ -378,6 +379,14 @@ class Fleet:
             if engine.info.model == model:
                 return engine.tokenizer
         raise self.unserved_error([model], param="model")
+
+    def unsupported_error(self, models: Sequence[str], name: str) -> UnsupportedField:
+        """The error for a call that needs the feature `name`, which no engine of the models has."""
+        infos = [engine.info for engine in self if engine.info.model in models or not models]
+        servers = {info.capabilities.server for info in infos if info.capabilities.server}
+        behind = f" (servers: {', '.join(sorted(servers))})" if servers else ""
+        of_model = f" of {' or '.join(models)}" if models else ""
+        return UnsupportedField(f"no engine{of_model} supports `{name}`{behind}", param=name)
 
     def unserved_error(self, models: Sequence[str], param: str = "models") -> ParrotError:
         """The error for a call whose models no engine serves. `models` is empty for any model.

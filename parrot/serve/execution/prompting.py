@@ -72,6 +72,7 @@ def open_request(
         weight=attempt.share.weight,
         step_growth=attempt.share.step_growth,
         traceparent=completion.traceparent,
+        request_id=completion.options.request_id,
         conversation=run.conversation,
         context_id=context.id,
         fills=prompt.fills,

@@ -333,6 +333,7 @@ class CallOptions:
     remark: str = ""  # Text that the page shows next to the call.
     prediction: str = ""  # Text that the output may repeat.
     traceparent: str = ""  # The caller's span. Empty: the session's span.
+    request_id: str = ""  # Of the client's request, for a foreign server.
 
 
 @dataclass(slots=True, eq=False)

@@ -432,6 +432,7 @@ class Asked(NamedTuple):
     request: ResponseRequest
     program: str | None
     traceparent: str
+    request_id: str = ""  # Not journaled.
 
     def fields(self) -> dict[str, Any]:
         """The JSON form, which `of` reads."""

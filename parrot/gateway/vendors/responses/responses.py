@@ -74,7 +74,7 @@ class Responses:
                 return self._repeat_answer(known, request)
         record = self._record(request, caller.tenant)
         record.idempotency_key = once
-        asked = Asked(request, program_of(request, caller), caller.traceparent)
+        asked = Asked(request, program_of(request, caller), caller.traceparent, caller.request_id)
         turn, parser = self._submit(asked, record)
         caller.report_prefix(turn)
         sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
@@ -121,6 +121,7 @@ class Responses:
                 calls=request.call_rules(),
                 program=asked.program,
                 traceparent=asked.traceparent,
+                request_id=asked.request_id,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 chain=request.chain(),
