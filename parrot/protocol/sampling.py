@@ -57,6 +57,10 @@ VLLM_NAMES = {name: name for name in _FURTHER} | {"ignore_tokenizer_eos": "ignor
 """The names of further fields in vLLM and similar servers, by our names."""
 
 
+OPEN_LENGTH = 16_384
+"""Output tokens of API requests that set no limit. A foreign server sets its own limit instead."""
+
+
 class SamplingConfig(BaseModel):
     """How an output is generated. All fields are optional. The engine fills in `temperature`,
     `top_p`, `top_k`, `min_p` and `repetition_penalty` if they are null. At most one of

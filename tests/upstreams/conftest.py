@@ -33,8 +33,9 @@ class Client:
         async with self._http.get("/v1/models") as response:
             return [card["id"] for card in (await response.json())["data"]]
 
-    async def ask(self, model: str = "gpt-fake", text: str = "x") -> tuple[int, Any]:
-        async with self._http.post("/v1/chat/completions", json=chat(model, text)) as response:
+    async def ask(self, model: str = "gpt-fake", **fields: Any) -> tuple[int, Any]:
+        body = chat(model) | fields
+        async with self._http.post("/v1/chat/completions", json=body) as response:
             return response.status, await response.json()
 
     async def said(self) -> str:
@@ -64,8 +65,8 @@ class Client:
         return len(self.core.fleet.engines)
 
 
-def chat(model: str = "gpt-fake", text: str = "x") -> dict[str, Any]:
-    return {"model": model, "messages": [{"role": "user", "content": text}]}
+def chat(model: str = "gpt-fake") -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "x"}]}
 
 
 @asynccontextmanager

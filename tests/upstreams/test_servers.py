@@ -3,11 +3,13 @@
 import asyncio
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import Response
 
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
@@ -168,3 +170,78 @@ def test_without_servers_the_package_is_not_imported() -> None:
         "assert not [m for m in sys.modules if m.startswith(('parrot.upstreams', 'parrot.engine'))]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+class SmallContext(FakeOpenAI):
+    """Refuses limits above its context, as vLLM does."""
+
+    def _next_fault(self) -> Fault | None:
+        limit = self.bodies[-1].get("max_tokens")
+        if limit is None or limit <= 2048:
+            return None
+        text = f"max_tokens={limit} cannot be greater than max_model_len=2048."
+        return Fault(400, {"error": {"message": text, "type": "BadRequestError", "code": 400}})
+
+
+async def test_a_limit_above_the_context_of_the_server_is_left_out() -> None:
+    fake = SmallContext(max_model_len=2048)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        for limit, sent in ((None, [None]), (100, [100]), (32_000, [32_000, None])):
+            fake.bodies.clear()
+            assert (await client.ask(max_tokens=limit))[0] == 200
+            assert [body.get("max_tokens") for body in fake.bodies] == sent
+
+
+class FailsInStreams(FakeOpenAI):
+    """Sends an empty stream instead of an error, as llama-cpp-python does."""
+
+    def _next_fault(self) -> Fault | None:
+        if self.bodies[-1].get("stream"):
+            return Fault(after_chunks=-1)
+        text = "This model's maximum context length is 2048 tokens."
+        code = {"message": text, "code": "context_length_exceeded"}
+        return Fault(400, {"error": code})
+
+    async def _events(
+        self, body: Mapping[str, Any], is_chat: bool, fault: Fault | None
+    ) -> AsyncIterator[bytes]:
+        return
+        yield
+
+
+async def test_an_empty_stream_is_explained() -> None:
+    fake = FailsInStreams(owned_by="me")
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        status, answer = await client.ask()
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded"), answer
+        assert len(fake.bodies) == 2
+
+
+class CutsOff(FakeOpenAI):
+    """Ends its answer when any other request comes, as llama-cpp-python does."""
+
+    num_lists = 0
+
+    async def _models(self) -> Response:
+        self.num_lists += 1
+        return await super()._models()
+
+    async def _events(
+        self, body: Mapping[str, Any], is_chat: bool, fault: Fault | None
+    ) -> AsyncIterator[bytes]:
+        before = self.num_lists
+        async for event in super()._events(body, is_chat, fault):
+            if self.num_lists > before:
+                yield b"data: [DONE]\n\n"
+                return
+            yield event
+
+
+async def test_an_answer_is_not_cut_off_by_reading_the_model_list() -> None:
+    fake = CutsOff(owned_by="me", reply="a b c d e f", word_s=0.05)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        assert await client.said() == "a b c d e f"
+        assert len(fake.bodies) == 1

@@ -5,6 +5,7 @@ import os
 import ssl
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -393,8 +394,9 @@ class Upstream:
     async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the iterator yields the whole answer at once."""
         with self._ids.unique(question.request_id) as request_id:
-            payload = await _retried(
-                lambda: self._http.request(
+            payload = await self._within_context(
+                question,
+                lambda question: self._http.request(
                     "POST",
                     self._path(question),
                     params=self._params,
@@ -403,7 +405,6 @@ class Upstream:
                     traceparent=question.traceparent,
                     request_id=request_id,
                 ),
-                self._backoff,
             )
         answer = parse_answer(payload)
         if not answer.choices:
@@ -415,7 +416,9 @@ class Upstream:
         `Unavailable` if the stream ends before the answer has a finish reason."""
         with self._ids.unique(question.request_id) as request_id:
 
-            async def begin() -> tuple[AsyncGenerator[_Event, None], _Event | None]:
+            async def begin(
+                question: Question,
+            ) -> tuple[AsyncGenerator[_Event, None], _Event | None]:
                 events = self._http.stream(
                     "POST",
                     self._path(question),
@@ -427,7 +430,12 @@ class Upstream:
                 )
                 return events, await anext(events, None)
 
-            events, event = await _retried(begin, self._backoff)
+            events, event = await self._within_context(question, begin)
+            if event is None and self.is_serial:
+                # llama-cpp-python sends an empty stream instead of an error.
+                async for answer in self.complete(question):
+                    yield answer
+                return
             has_ended = False
             async with aclosing(events):
                 while event is not None and event[1].strip() != DONE:
@@ -437,6 +445,19 @@ class Upstream:
                     event = await anext(events, None)
                 if event is None or not has_ended:
                     raise Unavailable(f"the stream of {self._http.base_url} was cut off")
+
+    async def _within_context(
+        self, question: Question, send: Callable[[Question], Awaitable[_R]]
+    ) -> _R:
+        """The result of `send`. A chat whose limit exceeds the server's context is sent again
+        without the limit, because the limit of a client is often a constant."""
+        try:
+            return await _retried(lambda: send(question), self._backoff)
+        except InvalidRequest as error:
+            is_limit = isinstance(error, PromptTooLong) or "max_tokens" in error.message
+            if not is_limit or question.limit is None or not self._target.asks_chat(question):
+                raise
+        return await _retried(lambda: send(replace(question, has_limit=False)), self._backoff)
 
     async def embed(
         self, inputs: Sequence[list[int] | str], traceparent: str = "", request_id: str = ""

@@ -14,7 +14,7 @@ from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
 from parrot.protocol.engine_api import FinishReason
 from parrot.protocol.errors import EngineFailed, InvalidRequest, UnsupportedField
-from parrot.protocol.sampling import SamplingConfig
+from parrot.protocol.sampling import OPEN_LENGTH, SamplingConfig
 
 
 class _Function(BaseModel):
@@ -116,6 +116,13 @@ class Question:
     traceparent: str = ""  # The parent span.
     request_id: str = ""  # Of the client's request.
     conversation: Mapping[str, Any] | None = None  # Replaces the prompt, see `GenerateRequest`.
+    has_limit: bool = True
+
+    @property
+    def limit(self) -> int | None:
+        """Output tokens. None: the server's context limits the answer."""
+        length = self.sampling.max_gen_length
+        return length if self.has_limit and length != OPEN_LENGTH else None
 
 
 def request_body(
@@ -132,10 +139,13 @@ def request_body(
     body: dict[str, Any] = {
         **_extra_fields(sampling),
         "model": target.model,
-        length_field: sampling.max_gen_length,
         **_sampling_fields(dialect, sampling),
         **logprob_fields(sampling, is_chat=is_chat),
     }
+    # A completion without a limit would end after OpenAI's 16 tokens.
+    limit = question.limit if is_chat else sampling.max_gen_length
+    if limit is not None:
+        body[length_field] = limit
     if question.conversation is not None:
         body |= _conversation(dialect, question.conversation)
     elif is_chat:

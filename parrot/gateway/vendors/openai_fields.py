@@ -32,6 +32,7 @@ from parrot.protocol.fields import (
 )
 from parrot.protocol.public import Timeout, VarGetResponse
 from parrot.protocol.sampling import (
+    OPEN_LENGTH,
     OPENAI_NAMES,
     VLLM_NAMES,
     Choices,
@@ -46,7 +47,6 @@ from parrot.protocol.sampling import (
 MAX_CHOICES = 16  # Answers per request.
 MAX_PARTS = 1024  # Parts of a message.
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
-DEFAULT_MAX_TOKENS = 16_384  # Output tokens if the request sets no limit.
 
 Json = dict[str, Any]
 
@@ -349,7 +349,7 @@ class GenerationFields(CommonFields):
         given = sampling_fields(
             self,
             top_k=0 if self.top_k == -1 else self.top_k,
-            max_gen_length=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
+            max_gen_length=OPEN_LENGTH if max_tokens is None else max_tokens,
             logprobs=logprobs,
             **self._constraint(),
         )

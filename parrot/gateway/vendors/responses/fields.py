@@ -20,7 +20,6 @@ from parrot.gateway.answers import reasoning_options
 from parrot.gateway.vendors.endpoint import Bounded, VendorAnswer, Wire, check_sizes
 from parrot.gateway.vendors.endpoint import Item as ListItem
 from parrot.gateway.vendors.openai_fields import (
-    DEFAULT_MAX_TOKENS,
     MAX_PARTS,
     CommonFields,
     Content,
@@ -47,7 +46,7 @@ from parrot.protocol.fields import (
     PerformanceCriteria,
     Text,
 )
-from parrot.protocol.sampling import GenLength, ResolvedSampling, SamplingConfig
+from parrot.protocol.sampling import OPEN_LENGTH, GenLength, ResolvedSampling, SamplingConfig
 
 MAX_ITEMS = 4096  # Items of a request's input.
 _KINDS = ("message", "function_call", "function_call_output", "item_reference", "reasoning")
@@ -356,7 +355,7 @@ class ResponseRequest(CommonFields):
     def sampling(self) -> SamplingConfig:
         given = sampling_fields(
             self,
-            max_gen_length=self.max_output_tokens or DEFAULT_MAX_TOKENS,
+            max_gen_length=self.max_output_tokens or OPEN_LENGTH,
             logprobs=self.num_logprobs,
             **constraint(None if self.text is None else _format(self.text.format)),
         )
