@@ -17,7 +17,7 @@ from parrot.engine.attention.tree_attention import (
     TreeAttention,
 )
 from parrot.engine.attention.work_list import SplitConfig, plan_work
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.launch import NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
@@ -70,7 +70,8 @@ class Run:
 
     def launch(self) -> None:
         new = NewKV(self.case.k_new, self.case.v_new)
-        self.attention.run(self.case.q, self.case.kv, self.plan, self.out, new)
+        case = self.case
+        self.attention.run(case.q, case.kv, self.plan, self.out, new, rule=case.rule)
 
     def check(self) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -103,6 +104,29 @@ def test_against_float64(
         run.launch()
         outputs.append(run.check())
     assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("requests", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("dim", [128, 256])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ScoreRule(0.3),
+        ScoreRule(0.0625, softcap=50.0),
+        ScoreRule(0.0625, window=100),
+        ScoreRule(0.0625, softcap=3.0, window=1000),
+    ],
+    ids=str,
+)
+def test_scales_caps_and_windows(
+    requests: list[Request], dim: int, rule: ScoreRule, quantised: bool
+) -> None:
+    shape = AttentionShape(8, 4, dim, 64)
+    options = {"device": "cuda", "quantised": quantised, "rule": rule}
+    run = Run(make_case(requests, shape, dtype=torch.bfloat16, **options), shape)
+    run.launch()
+    run.check()
 
 
 @pytest.mark.parametrize("quantised", [False, True])

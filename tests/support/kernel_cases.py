@@ -11,7 +11,7 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig, IntArray
 from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.attention.work_list import StepRows
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
 from parrot.engine.kernels.launch import KVView
 
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
@@ -45,6 +45,7 @@ class Case:
     tables: torch.Tensor
     positions: torch.Tensor
     expected: torch.Tensor = field(repr=False)
+    rule: ScoreRule
     k_exponents: torch.Tensor | None = None
     v_exponents: torch.Tensor | None = None
 
@@ -67,6 +68,7 @@ def make_case(
     device: str = "cpu",
     key_scale: float = 1.0,
     quantised: bool = False,
+    rule: ScoreRule | None = None,
 ) -> Case:
     """Lay the requests out in randomly placed pages; everything unused in the pool is NaN. What is
     drawn is the same on every device; the answer is worked out on the one that is named.
@@ -94,7 +96,8 @@ def make_case(
     q_size = (len(positions), shape.num_heads, shape.head_dim)
     q = torch.randn(q_size, generator=generator).to(dtype).to(device)
     q_parts = torch.split(q, q_lens.tolist())
-    answers = [_reference(*a) for a in zip(q_parts, sequences, starts.tolist(), strict=True)]
+    rule = rule or plain_rule(shape.head_dim)
+    answers = [_reference(*a, rule) for a in zip(q_parts, sequences, starts.tolist(), strict=True)]
     new = [[part[start:] for part in kv] for kv, start in zip(sequences, starts, strict=True)]
     return Case(
         step=StepRows(tables, starts, q_lens),
@@ -106,6 +109,7 @@ def make_case(
         tables=torch.from_numpy(tables).to(device),
         positions=torch.from_numpy(positions.astype(np.int32)).to(device),
         expected=torch.cat(answers).cpu(),
+        rule=rule,
         k_exponents=k_exponents,
         v_exponents=v_exponents,
     )
@@ -176,14 +180,19 @@ def _lay_out(
     return tables, k_cache, v_cache
 
 
-def _reference(q: torch.Tensor, kv: Sequence, start: int) -> torch.Tensor:
+def _reference(q: torch.Tensor, kv: Sequence, start: int, rule: ScoreRule) -> torch.Tensor:
     """Causal attention of the last len(q) tokens, in float64."""
     group = q.shape[1] // kv[0].shape[1]
     k, v = (t.double().repeat_interleave(group, dim=1) for t in kv)
-    scores = torch.einsum("thd,shd->hts", q.double(), k) * q.shape[2] ** -0.5
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * (scores / rule.softcap).tanh()
     last_seen = start + torch.arange(len(q), device=q.device)
-    is_later = torch.arange(len(k), device=q.device) > last_seen[:, None]
-    scores.masked_fill_(is_later, float("-inf"))
+    keys = torch.arange(len(k), device=q.device)
+    is_hidden = keys > last_seen[:, None]
+    if rule.window is not None:
+        is_hidden |= keys <= last_seen[:, None] - rule.window
+    scores.masked_fill_(is_hidden, float("-inf"))
     return torch.einsum("hts,shd->thd", scores.softmax(dim=-1), v)
 
 

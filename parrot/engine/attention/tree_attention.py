@@ -19,7 +19,7 @@ from parrot.engine.attention.work_list import (
     WorkList,
 )
 from parrot.engine.kernels.attention_kernels import attend_items, merge_partials
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
 from parrot.engine.kernels.quantised_kernels import attend_quantised_items, convert_pages_kernel
 from parrot.engine.kernels.tile_kernels import attend_tiles
@@ -214,8 +214,18 @@ _FOR_QUANTISED = KernelConfig(
 )
 
 
+# The tiles of larger heads take twice the registers and the shared memory. Not measured.
+_LARGE_HEAD = 256
+_NARROW_LARGE = TileConfig(32, 4, 3)
+_FOR_LARGE_HEADS = KernelConfig(
+    deep=_NARROW_LARGE, light=_NARROW_LARGE, deep_rounds=0, wide=TileConfig(32, 8, 3)
+)
+
+
 def config_for(shape: AttentionShape) -> KernelConfig:
-    """The tiles for the number type of a pool."""
+    """The tiles for a head size and the number type of a pool."""
+    if shape.head_dim >= _LARGE_HEAD:
+        return _FOR_LARGE_HEADS
     return _FOR_QUANTISED if shape.number_bytes == 1 else KernelConfig()
 
 
@@ -228,6 +238,7 @@ class _Step:
     plan: PlanBuffers
     out: torch.Tensor
     early: bool
+    rule: ScoreRule
 
 
 class TreeAttention:
@@ -251,7 +262,7 @@ class TreeAttention:
         self.config = config or config_for(shape)
         self.upcast = upcast
         self._converted = converted
-        self._scale = shape.head_dim**-0.5
+        self._plain = plain_rule(shape.head_dim)
         is_cuda = device.type == "cuda"
         self._side = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
         size = (max(max_slots, 1), shape.num_heads)
@@ -266,6 +277,7 @@ class TreeAttention:
         out: torch.Tensor,
         new: NewKV | None = None,
         *,
+        rule: ScoreRule | None = None,
         only_last: bool = False,
     ) -> torch.Tensor:
         """Compute the attention of each token to the KV up to its own position. Returns `out`.
@@ -273,11 +285,12 @@ class TreeAttention:
         q          [tokens, heads, head_dim]; heads contiguous, tokens at any stride
         out        [tokens, heads, head_dim], contiguous
         new        required if the plan has dense spans
+        rule       of the layer; None for `plain_rule`
         only_last  compute at least the output of each request's last token"""
         num_wide = len(plan.shared) + len(plan.fills) + len(plan.converted_fills)
         side = self._side if len(plan.narrow) and num_wide else None
         early = side is None and starts_early(q.device)
-        step = _Step(q, kv, plan, out, early)
+        step = _Step(q, kv, plan, out, early, rule or self._plain)
         self._check(step)
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
@@ -302,7 +315,7 @@ class TreeAttention:
             assert new is not None
             span = slice(first, first + count)
             last = slice(first + count - 1, first + count) if only_last else span
-            out[last] = dense_attention(q[last], new.k[span], new.v[span])
+            out[last] = dense_attention(q[last], new.k[span], new.v[span], step.rule)
         return out
 
     def _check(self, step: _Step) -> None:
@@ -336,7 +349,7 @@ class TreeAttention:
             step.out,
             self.partial_out,
             self.partial_lse,
-            self._scale * math.log2(math.e),
+            step.rule.scale * math.log2(math.e),
             step.q.stride(0),
         )
 
@@ -352,7 +365,7 @@ class TreeAttention:
                 *self._arguments(step, items),
                 kv.tables.stride(0),
                 **early_launch(step.early),
-                **self._constants(rows, tile),
+                **self._constants(step.rule, rows, tile),
             )
             return
         attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
@@ -364,9 +377,9 @@ class TreeAttention:
             kv.tables.stride(0),
             STRIDE_HEAD=kv.k.stride(1),
             STRIDE_TOKEN=kv.k.stride(2),
-            ALL_MASKED=rows == 16,
+            ALL_MASKED=rows == 16 or step.rule.window is not None,
             **early_launch(step.early),
-            **self._constants(rows, tile),
+            **self._constants(step.rule, rows, tile),
         )
 
     def _tiles(
@@ -388,12 +401,15 @@ class TreeAttention:
             kv.tables.stride(0),
             OWN=own,
             QUANTISED=kv.is_quantised,
-            **self._constants(rows, tile),
+            **self._constants(step.rule, rows, tile),
         )
 
-    def _constants(self, rows: int, tile: TileConfig) -> dict[str, int | None]:
+    def _constants(
+        self, rule: ScoreRule, rows: int, tile: TileConfig
+    ) -> dict[str, int | float | None]:
         gathers = self.shape.page_size % tile.block_keys > 0  # Gathering takes more registers.
-        limited = tile.max_registers is not None and not gathers
+        is_simple = not gathers and rule.window is None  # Windows take more registers as well.
+        limited = tile.max_registers is not None and is_simple
         return {
             "G": self.shape.group,
             "H": self.shape.num_heads,
@@ -402,6 +418,8 @@ class TreeAttention:
             "BM": rows,
             "BN": tile.block_keys,
             "STAGES": tile.num_stages,
+            "WINDOW": rule.window or 0,
+            "SOFTCAP": (rule.softcap or 0.0) * math.log2(math.e),
             "UPCAST": self.upcast,
             "num_warps": tile.num_warps,
             **({"maxnreg": tile.max_registers} if limited else {}),
@@ -449,18 +467,23 @@ def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device
     return torch.backends.cuda.can_use_cudnn_attention(params)
 
 
-def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rule: ScoreRule
+) -> torch.Tensor:
     """Causal attention of tokens to each other, or of the last token if q has one token.
+
+    The rule may only have a scale.
 
     q [tokens, heads, head_dim], k and v [tokens, kv_heads, head_dim] -> [tokens, heads, head_dim].
     """
     # cuDNN's kernel uses less energy than Parrot's, and the power limit bounds long prompts. Its
     # preparation takes about 30 ms for each new number of tokens.
     is_causal = len(q) > 1
+    assert rule == ScoreRule(rule.scale), rule
     backend = SDPBackend.CUDNN_ATTENTION if q.is_cuda and is_causal else SDPBackend.MATH
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, scale=q.shape[-1] ** -0.5, enable_gqa=True
+            q, k, v, is_causal=is_causal, scale=rule.scale, enable_gqa=True
         )
     return out[0].transpose(0, 1)

@@ -1,6 +1,7 @@
 """Attention over a paged pool with the Triton kernels."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +14,7 @@ from parrot.engine.attention.tree_attention import (
     split_for,
 )
 from parrot.engine.attention.work_list import SplitConfig
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
 from parrot.engine.kernels.launch import KVView, NewKV
 
 
@@ -40,15 +41,19 @@ class TritonAttention:
         num_heads: int,
         max_slots: int,
         *,
+        rules: Sequence[ScoreRule] | None = None,
         converted: ConvertedPages | None = None,
         upcast: bool = False,
     ) -> None:
-        """`converted`: the buffer of a sibling. Their steps must not run at the same time."""
+        """`rules`: of each layer; None: `plain_rule`.
+
+        `converted`: the buffer of a sibling. Their steps must not run at the same time."""
         memory, exponents = pool.numbers, pool.exponents
         _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
         self.is_quantised = exponents is not None
         size = 1 if self.is_quantised else 2
         self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size, size)
+        self._rules = rules or [plain_rule(head_dim)] * len(memory)
         self._pool = pool
         self._spare_block = num_blocks - 1
         self._layers = [(layer[0], layer[1]) for layer in memory]
@@ -69,12 +74,18 @@ class TritonAttention:
         """The split rules for the device and this pool."""
         num_pages = 0 if self.converted is None else len(self.converted)
         dtype = self._pool.dtype
-        return split_for(self.shape, dtype, self.device, converted_pages=num_pages)
+        split = split_for(self.shape, dtype, self.device, converted_pages=num_pages)
+        has_scales = all(rule == ScoreRule(rule.scale) for rule in self._rules)
+        return split if has_scales else replace(split, dense=None)
 
     def sibling(self, max_slots: int) -> "TritonAttention":
         """Attention over the same pool, with its own buffers of partial results."""
         return TritonAttention(
-            self._pool, self.shape.num_heads, max_slots, converted=self.converted
+            self._pool,
+            self.shape.num_heads,
+            max_slots,
+            rules=self._rules,
+            converted=self.converted,
         )
 
     def ensure_slots(self, num_slots: int) -> None:
@@ -109,10 +120,11 @@ class TritonAttention:
         sequence's last row is defined."""
         if plan.buffers.work.dense == ((0, len(q)),) and not only_last:
             assert new is not None
-            return dense_attention(q, new.k, new.v).flatten(1)
+            return dense_attention(q, new.k, new.v, self._rules[layer]).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         view = self.view(layer, plan)
-        self._kernels.run(q, view, plan.buffers, out, new, only_last=only_last)
+        rule = self._rules[layer]
+        self._kernels.run(q, view, plan.buffers, out, new, rule=rule, only_last=only_last)
         return out.flatten(1)
 
     def prepare_dense(self, num_tokens: int) -> None:
@@ -122,7 +134,7 @@ class TritonAttention:
         size = (num_tokens, sum(heads), shape.head_dim)
         qkv = torch.zeros(size, dtype=self._pool.dtype, device=self.device)
         q, k, v = torch.split(qkv, heads, dim=1)
-        dense_attention(q, k, v)
+        dense_attention(q, k, v, self._rules[0])
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan

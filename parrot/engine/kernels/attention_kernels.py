@@ -84,13 +84,63 @@ def page_ids(table, first, offs_n, PAGE: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def attend(q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED: tl.constexpr):
+def window_starts(positions, token, live, WINDOW: tl.constexpr):
+    """The first key of each row's window."""
+    return tl.load(positions + token, mask=live, other=NO_POSITION) + 1 - WINDOW
+
+
+@triton.jit
+def window_begin(row_start, kv_first, BN: tl.constexpr):
+    """The first key of the first tile of an item that is in a row's window."""
+    return kv_first + tl.maximum(tl.min(row_start, 0) - kv_first, 0) // BN * BN
+
+
+@triton.jit
+def capped(scores, SOFTCAP: tl.constexpr):
+    """SOFTCAP * tanh(scores / SOFTCAP)."""
+    # 2.885 = 2 / ln(2), so that 2 ** (2.885 * x) is e ** (2 * x).
+    return SOFTCAP - 2.0 * SOFTCAP / (tl.exp2(scores * (2.8853900817779268 / SOFTCAP)) + 1.0)
+
+
+@triton.jit
+def hide(scores, first, row_start, row_end, offs_n, WINDOW: tl.constexpr):
+    """Mask the keys that a row does not see."""
+    keys = (first + offs_n)[None, :]
+    seen = keys < row_end[:, None]
+    if WINDOW > 0:
+        seen = seen & (keys >= row_start[:, None])
+    return tl.where(seen, scores, NO_SCORE)
+
+
+@triton.jit
+def attend(
+    q,
+    k,
+    v,
+    acc,
+    maximum,
+    total,
+    first,
+    row_start,
+    row_end,
+    offs_n,
+    scale_log2,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """One step of the online softmax in base 2 over a tile of keys."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SOFTCAP > 0:
+        scores = capped(scores * scale_log2, SOFTCAP)
     if MASKED:
-        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, NO_SCORE)
-    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
-    weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
+        scores = hide(scores, first, row_start, row_end, offs_n, WINDOW)
+    if SOFTCAP > 0:
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_maximum[:, None])
+    else:
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+        weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
     total = total * decay + tl.sum(weights, 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
@@ -206,12 +256,16 @@ def attend_items(
     BN: tl.constexpr,
     STAGES: tl.constexpr,
     ALL_MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (kv head, item): softmax(q k^T) v over the item's span, for the heads of its tokens.
 
     ALL_MASKED  one loop with masks, for short spans; else whole tiles first, then the rest
+    WINDOW      keys that a row attends to; 0 for all. ALL_MASKED must be true for a window
+    SOFTCAP     the cap of scores in base 2; 0 for none
     DEPENDENT   the previous kernel, which writes q and the newest KV, may still run
 
     An own span ends at the position of its tokens. The kernel reads the positions, so a plan stays
@@ -234,6 +288,10 @@ def attend_items(
     )
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
+    row_start = row_end
+    if WINDOW > 0:
+        row_start = window_starts(positions, token, live, WINDOW)
+        kv_first = window_begin(row_start, kv_first, BN)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
     if DEPENDENT:
         gdc_wait()
@@ -255,8 +313,9 @@ def attend_items(
             v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                            PAGE, BN, False, UPCAST)  # fmt: skip
             acc, maximum, total = attend(
-                q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, False
-            )
+                q, k, v, acc, maximum, total, first, row_start, row_end, offs_n, scale_log2,
+                False, WINDOW, SOFTCAP,
+            )  # fmt: skip
             pages = next_pages
     for first in tl.range(whole, end, BN, num_stages=STAGES):
         next_pages = page_ids(table, first + BN, offs_n, PAGE, BN)
@@ -265,8 +324,9 @@ def attend_items(
         v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
                        PAGE, BN, True, UPCAST)  # fmt: skip
         acc, maximum, total = attend(
-            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, True
-        )
+            q, k, v, acc, maximum, total, first, row_start, row_end, offs_n, scale_log2,
+            True, WINDOW, SOFTCAP,
+        )  # fmt: skip
         pages = next_pages
     if DEPENDENT:
         gdc_launch_dependents()

@@ -14,13 +14,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parrot.engine.kernels.attention_kernels import (
     NO_MAXIMUM,
-    NO_SCORE,
+    capped,
+    hide,
     item_rows,
     load_item,
     load_rows,
     page_ids,
     row_slots,
     store_rows,
+    window_begin,
+    window_starts,
 )
 
 _INFINITY = tl.constexpr(0x7F800000)
@@ -127,10 +130,13 @@ def weigh_codes(
     v_exponents,
     maximum,
     first,
+    row_start,
     row_end,
     offs_n,
     scale_log2,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One step of the online softmax over products of q and codes of keys.
 
@@ -138,9 +144,12 @@ def weigh_codes(
     the factor for earlier weights, and the new maximum."""
     k_scale = power_of(k_exponents) * scale_log2
     shift = (v_exponents - _ONE).to(tl.float32)
-    scores = scores * k_scale[None, :] + shift[None, :]
+    if SOFTCAP > 0:
+        scores = capped(scores * k_scale[None, :], SOFTCAP) + shift[None, :]
+    else:
+        scores = scores * k_scale[None, :] + shift[None, :]
     if MASKED:
-        scores = tl.where((first + offs_n)[None, :] < row_end[:, None], scores, NO_SCORE)
+        scores = hide(scores, first, row_start, row_end, offs_n, WINDOW)
     new_maximum = tl.maximum(maximum, tl.max(scores, 1) - _HEADROOM)
     weights = tl.exp2(scores - new_maximum[:, None])
     decay = tl.exp2(maximum - new_maximum)
@@ -223,6 +232,8 @@ def attend_quantised_items(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -247,6 +258,10 @@ def attend_quantised_items(
     )
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
+    row_start = row_end
+    if WINDOW > 0:
+        row_start = window_starts(positions, token, live, WINDOW)
+        kv_first = window_begin(row_start, kv_first, BN)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
     next_pages = _next_pages(table, kv_first + BN, end, offs_n, PAGE, BN)
     if DEPENDENT:
@@ -280,8 +295,9 @@ def attend_quantised_items(
         scores = tl.dot(q_even, tl.trans(k_even), input_precision="ieee")
         scores = tl.dot(q_odd, tl.trans(k_odd), scores, input_precision="ieee")
         weights, addend, decay, maximum = weigh_codes(
-            scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, True
-        )
+            scores, k_exponents, v_exponents, maximum, first, row_start, row_end, offs_n,
+            scale_log2, True, WINDOW, SOFTCAP,
+        )  # fmt: skip
         # The sum over the keys of a tile needs all warps, so it is done once after the loop.
         total = total * decay[:, None] + addend
         weights = weights.to(v_even.dtype)

@@ -13,6 +13,8 @@ from parrot.engine.kernels.attention_kernels import (
     row_slots,
     store_partials,
     store_rows,
+    window_begin,
+    window_starts,
 )
 from parrot.engine.kernels.quantised_kernels import numbers_of, weigh_codes
 
@@ -24,6 +26,24 @@ def _exponents_at(k_exponents, v_exponents, BN: tl.constexpr):
     # would load dozens.
     both = tl.arange(0, 2 * BN)
     return tl.where(both < BN, k_exponents + both, v_exponents + (both - BN))
+
+
+@triton.jit
+def _first_tile(
+    table,
+    kv_first,
+    kv_head,
+    exponents_at,
+    HKV: tl.constexpr,
+    PAGE: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    """The page of the key `kv_first`, and the exponents of its tile."""
+    page = tl.load(table + kv_first // PAGE)
+    exponents = 0
+    if QUANTISED:
+        exponents = tl.load(exponents_at + (page * HKV + kv_head) * PAGE + kv_first % PAGE)
+    return page, exponents
 
 
 @triton.jit
@@ -47,11 +67,14 @@ def _attend_tile(
     maximum,
     total,
     first,
+    row_start,
     row_end,
     offs_n,
     scale_log2,
     BN: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
     if QUANTISED:
@@ -59,14 +82,16 @@ def _attend_tile(
         k_exponents, v_exponents = tl.split(tl.permute(both, (1, 0)))
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         weights, addend, decay, maximum = weigh_codes(
-            scores, k_exponents, v_exponents, maximum, first, row_end, offs_n, scale_log2, MASKED
-        )
+            scores, k_exponents, v_exponents, maximum, first, row_start, row_end, offs_n,
+            scale_log2, MASKED, WINDOW, SOFTCAP,
+        )  # fmt: skip
         total = total * decay + tl.sum(addend, 1)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     else:
         acc, maximum, total = attend(
-            q, k, v, acc, maximum, total, first, row_end, offs_n, scale_log2, MASKED
-        )
+            q, k, v, acc, maximum, total, first, row_start, row_end, offs_n, scale_log2,
+            MASKED, WINDOW, SOFTCAP,
+        )  # fmt: skip
     return acc, maximum, total
 
 
@@ -97,6 +122,8 @@ def attend_tiles(
     STAGES: tl.constexpr,
     OWN: tl.constexpr,
     QUANTISED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """`attend_items` for items with many rows over whole pages. BN must divide PAGE.
@@ -116,15 +143,18 @@ def attend_tiles(
     table = tables + table_row * stride_table
     offs_n = tl.arange(0, BN)
     offs_d = tl.arange(0, D)
-    page = tl.load(table + kv_first // PAGE)
-    exponents = 0
+    exponents_at = 0
     if QUANTISED:
-        row = (page * HKV + kv_head) * PAGE + kv_first % PAGE
         exponents_at = _exponents_at(k_exponents_ptr, v_exponents_ptr, BN)
-        exponents = tl.load(exponents_at + row)
+    page, exponents = _first_tile(table, kv_first, kv_head, exponents_at, HKV, PAGE, QUANTISED)
     member, head, live, token, row_end, position = item_rows(
         positions, token_order, q_first, q_count, kv_end, OWN, kv_head, G, BM
     )
+    row_start = row_end
+    if WINDOW > 0:
+        row_start = window_starts(positions, token, live, WINDOW)
+        kv_first = window_begin(row_start, kv_first, BN)
+        page, exponents = _first_tile(table, kv_first, kv_head, exponents_at, HKV, PAGE, QUANTISED)
     q = load_rows(q_ptr, token, head, live, offs_d, stride_q, D, UPCAST)
     IN_FLOAT32: tl.constexpr = q.dtype == tl.float32
     if QUANTISED and not IN_FLOAT32:
@@ -146,8 +176,8 @@ def attend_tiles(
             next_row = (next_page * HKV + kv_head) * PAGE + (first + BN) % PAGE
             next_exponents = tl.load(exponents_at + next_row)
         acc, maximum, total = _attend_tile(
-            q, k, v, exponents, acc, maximum, total, first, row_end, offs_n, scale_log2,
-            BN, False, QUANTISED,
+            q, k, v, exponents, acc, maximum, total, first, row_start, row_end, offs_n,
+            scale_log2, BN, WINDOW > 0, WINDOW, SOFTCAP, QUANTISED,
         )  # fmt: skip
         page = next_page
         exponents = next_exponents
@@ -163,8 +193,8 @@ def attend_tiles(
             if QUANTISED:
                 exponents = tl.load(exponents_at + row)
             acc, maximum, total = _attend_tile(
-                q, k, v, exponents, acc, maximum, total, first, row_end, offs_n, scale_log2,
-                BN, True, QUANTISED,
+                q, k, v, exponents, acc, maximum, total, first, row_start, row_end, offs_n,
+                scale_log2, BN, True, WINDOW, SOFTCAP, QUANTISED,
             )  # fmt: skip
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     if OWN:

@@ -147,11 +147,11 @@ class CudaRunner:
             self._cache.pooled,
             spec.attention.num_heads,
             1,
+            rules=spec.rules,
             upcast=options.upcast,
             layer_weights=layer_weights,
         )
-        shape = self._attention.shape
-        split = self._attention.split_config()
+        shape, split = self._attention.shape, self._attention.split_config()
         self.planner = WorkPlanner(shape, options.gate, split)
         self.computer = StepComputer(
             make_forward(model, max_seq_len),

@@ -12,7 +12,6 @@ import torch
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.torch_attention import cpu_gate
 from parrot.engine.config import BuiltinConfig, BuiltinInstance
-from parrot.engine.kernels.attention_shape import plain_rule
 from parrot.engine.models.checkpoint import (
     Checkpoint,
     LoadedModel,
@@ -40,6 +39,7 @@ logger = logging.getLogger(__name__)
 _BLOCK_SIZE = 16  # Default tokens per block without Triton.
 _KERNEL_BLOCK_SIZE = 64  # Default tokens per block with Triton. Wide tiles need a multiple of 64.
 _MIN_HEAD_DIM = 16  # Smallest head size of the Triton kernels, in numbers (or pairs of e4m3 codes).
+_MAX_HEAD_DIM = 256  # Largest head size whose tiles fit in shared memory.
 _E4M3 = (8, 9)  # Lowest CUDA compute capability with e4m3 conversions.
 
 
@@ -201,10 +201,8 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     # The kernels read two e4m3 codes as one 16-bit number.
     least = _MIN_HEAD_DIM * (2 if quantised else 1)
     head_dim = spec.attention.head_dim
-    if head_dim < least or not _is_power_of_two(head_dim):
+    if not least <= head_dim <= _MAX_HEAD_DIM or not _is_power_of_two(head_dim):
         reasons.append(f"the kernels have no heads of size {head_dim}")
-    if any(rule != plain_rule(head_dim) for rule in spec.rules):
-        reasons.append("the kernels have no windows, caps or other scales of scores")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
     if quantised and torch.cuda.get_device_capability(device) < _E4M3:

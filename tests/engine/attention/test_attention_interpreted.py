@@ -19,7 +19,7 @@ from parrot.engine.attention.tree_attention import (
 )
 from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
-from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.launch import NewKV
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
@@ -74,7 +74,8 @@ def run(
         attention.partial_out.fill_(float("nan"))
         attention.partial_lse.fill_(float("nan"))
         out = torch.full_like(case.q, float("nan"))
-        results.append(attention.run(case.q, case.kv, plan, out, new, only_last=only_last))
+        options = {"rule": case.rule, "only_last": only_last}
+        results.append(attention.run(case.q, case.kv, plan, out, new, **options))
     first, second = results  # what is left alone stays NaN
     assert torch.equal(first.nan_to_num(1e9), second.nan_to_num(1e9))
     return first
@@ -102,6 +103,34 @@ def test_decodes_under_a_tree(
     shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
     case = make_case(MIXED, shape, dtype=torch.float32, quantised=quantised)
     check(case, run(case, shape))
+
+
+RULES = [
+    ScoreRule(0.3),
+    ScoreRule(0.125, softcap=1.5),
+    *(ScoreRule(0.125, window=window) for window in (1, 5, 64, 100)),
+    ScoreRule(0.2, softcap=3.0, window=33),
+]
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_scales_caps_and_windows(rule: ScoreRule, page: int, quantised: bool) -> None:
+    shape = AttentionShape(4, 2, 64, page)
+    requests = [*MIXED, Request((SYSTEM, APP), 1, 33), Request((), 90, 40), Request((), 0, 70)]
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised, rule=rule)
+    check(case, run(case, shape))
+
+
+@pytest.mark.parametrize("rule", RULES[-2:], ids=str)
+def test_windows_of_fills_that_read_converted_pages(rule: ScoreRule) -> None:
+    shape = AttentionShape(4, 2, 64, 64)
+    requests = [Request((SYSTEM,), 7, 90), Request((), 150, 60), Request((SYSTEM,), 17)]
+    case = make_case(requests, shape, dtype=torch.float32, quantised=True, rule=rule)
+    split = replace(SPLITS, converted_pages=6, converted_rows=50)
+    assert len(plan_work(case.step, shape, SHARE_ALL, split).converted_fills)
+    check(case, run(case, shape, split=split))
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -84,6 +84,8 @@ def attention_variant(
     all_masked: bool | None = None,
     max_registers: int | None = None,
     quantised: bool = False,
+    window: int = 0,
+    softcap: float = 0.0,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.attention_kernels import attend_items
     from parrot.engine.kernels.quantised_kernels import attend_quantised_items
@@ -103,6 +105,8 @@ def attention_variant(
         "BM": rows,
         "BN": keys,
         "STAGES": stages,
+        "WINDOW": window,
+        "SOFTCAP": softcap,
         "UPCAST": False,
     }
     if tiles:

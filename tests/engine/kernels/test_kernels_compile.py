@@ -18,6 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 MAX_SHARED_BYTES = 227 * 1024
 QUANTISED = {"kernel": "attention", "quantised": True}
+LOCAL = {"window": 512, "softcap": 72.1}
+FILL = {"tiles": True, "own": True}
+LARGE = {"kernel": "attention", "dim": 256, "keys": 32, "warps": 8, **LOCAL}
 VARIANTS: dict[str, dict[str, Any]] = {
     "narrow deep": {"kernel": "attention", "rows": 16},
     "narrow deep D64 G3": {"kernel": "attention", "rows": 16, "dim": 64, "group": 3},
@@ -42,6 +45,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "shared quantised": {**QUANTISED, "rows": 64, "tiles": True},
     "shared quantised D64 G3": {**QUANTISED, "rows": 64, "tiles": True, "dim": 64, "group": 3},
     "fill quantised": {**QUANTISED, "rows": 64, "tiles": True, "own": True},
+    "window, narrow": {"kernel": "attention", "rows": 16, **LOCAL},
+    "window, narrow D256": {**LARGE, "rows": 16, "warps": 4},
+    "fill with window": {"kernel": "attention", "rows": 64, **FILL, **LOCAL},
+    "fill with window D256": {**LARGE, "rows": 64, **FILL},
+    "fill with window quantised D256": {**LARGE, **QUANTISED, "rows": 64, **FILL},
     "converted pages": {"kernel": "convert"},
     "merge": {"kernel": "merge"},
     "norm": {"kernel": "norm"},

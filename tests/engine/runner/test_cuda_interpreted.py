@@ -62,6 +62,19 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
     "qwen2": {"hidden_size": 64, "num_hidden_layers": 1},
     "qwen3": {"num_hidden_layers": 1},
+    "mistral": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "sliding_window": 8,
+    },
+    "smollm3": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "no_rope_layers": [1, 0],
+    },
+    "gemma2": {"num_attention_heads": 4},
     "opt": {
         "hidden_size": 64,
         "word_embed_proj_dim": 64,
