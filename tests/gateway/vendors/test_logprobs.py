@@ -160,11 +160,15 @@ async def test_a_stream_that_goes_on_after_a_failure_misses_none(site: Site) -> 
     fail = failing(site.engine, after=2)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(site.engine, "generate_stream", fail)
-        chunks = payloads(await site.stream(CHAT, chat(stream=True, max_tokens=20)))
+        asked = chat(max_tokens=20, temperature=0)
+        chunks = payloads(await site.stream(CHAT, asked | {"stream": True}))
     entries = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {}).get("content", ())]
     text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks)
     assert text == "abcdef"
     assert [e["token"] for e in entries] == list("abcdef")
+    again = await site.post(CHAT, asked)  # From the result cache.
+    kept = again["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in kept] == list("abcdef")
     assert len(site.engine.requests) == 2
 
 
