@@ -39,8 +39,6 @@ _GEMMA = _GATED | {
     "head_dim": 16,
     "hidden_act": "gelu_pytorch_tanh",
     "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 24,
-    "sliding_window": 20,
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
@@ -121,6 +119,8 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "architectures": ["Gemma2ForCausalLM"],
         "model_type": "gemma2",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 5.0,
     },
@@ -128,6 +128,8 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     | {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 20,
         "sliding_window_pattern": 2,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_local_base_freq": 5000.0,

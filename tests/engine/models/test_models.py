@@ -48,6 +48,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"head_dim": 32, "num_key_value_heads": 1}),
     ("qwen3", {"attention_bias": True}),
     ("mistral", {"sliding_window": 20}),
+    ("mistral", {"sliding_window": 1}),
     ("qwen2", {"sliding_window": 20, "use_sliding_window": True, "max_window_layers": 1}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 20, "mlp_bias": True}),
     ("phi3", {"rope_scaling": PHI_ROPE, "partial_rotary_factor": 0.75, "hidden_size": 96}),

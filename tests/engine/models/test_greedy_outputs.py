@@ -1,0 +1,126 @@
+"""Greedy outputs of the engine core with every family, against transformers, in float32.
+
+Contexts fork in the middle of prompts and of outputs, prefixes are found in the cache, and
+contexts are several windows long."""
+
+import random
+from array import array
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.jobs import EngineRequest, Piece
+from parrot.engine.core.output import Language
+from parrot.engine.core.steps import StepPlan, StepResult
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.runner.cpu import CpuOptions, ModelRunner
+from parrot.engine.service import deliver
+from parrot.protocol.engine_api import GenerateResponse
+from parrot.protocol.sampling import SamplingConfig
+from parrot.utils.clock import MonotonicClock
+from tests.support.kernel_cases import SHARE_ALL
+from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
+
+NUM_TOKENS = 64
+PREFIX, OTHERS = 50, (1, 9, 30)  # Tokens of the common prefix, and of the prompts after it.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in TINY_CONFIGS}
+MODELS |= {
+    "mistral with a window": ("mistral", {"sliding_window": 20}),
+    "mistral with a small window": ("mistral", {"sliding_window": 2}),
+    "qwen2 with a window": (
+        "qwen2",
+        {"sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+}
+
+
+class CountingRunner:
+    """A runner, and how many tokens it has computed."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.info = runner.info
+        self.num_tokens = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_tokens += plan.num_tokens
+        return self._runner.run(plan)
+
+
+class Twins:
+    """A tiny model in the engine core and in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint = open_checkpoint(str(folder))
+        decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
+        self.runner = CountingRunner(ModelRunner(decoder, 120, 16, CpuOptions(gate=SHARE_ALL)))
+        language = Language.of(checkpoint.load_tokenizer())
+        self._core = EngineCore(BuiltinConfig(), self.runner, language, MonotonicClock())
+        self._twin = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self._twin.generation_config.eos_token_id = None
+        self._num_requests = 0
+
+    def found(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        """The core's outputs for prompts that arrive together."""
+        sampling = SamplingConfig(
+            temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True
+        )
+        outcomes: list[list[object]] = [[] for _ in prompts]
+        for prompt, outcome in zip(prompts, outcomes, strict=True):
+            self._num_requests += 1
+            piece = Piece(self._num_requests, array("i", prompt))
+            request = EngineRequest(self._num_requests, (piece,), sampling=sampling)
+            self._core.requests.submit(request, outcome.append)
+        while self._core.step():
+            deliver(self._core.requests.outbox.take())
+        self._core.check_integrity()
+        answers = [outcome for (outcome,) in outcomes if isinstance(outcome, GenerateResponse)]
+        assert len(answers) == len(prompts), outcomes
+        return [answer.generated_ids for answer in answers]
+
+    def wanted(self, prompts: Sequence[list[int]]) -> list[list[int]]:
+        with torch.inference_mode():
+            return [self._continued(torch.tensor([prompt])) for prompt in prompts]
+
+    def _continued(self, prompt: torch.Tensor) -> list[int]:
+        made = self._twin.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=NUM_TOKENS,
+            do_sample=False,
+        )
+        output: list[int] = made[0, prompt.shape[1] :].tolist()
+        return output
+
+
+@pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
+def test_outputs_equal_those_of_transformers(
+    tmp_path: Path, family: str, overrides: Mapping[str, Any]
+) -> None:
+    twins = Twins(make_tiny_model(tmp_path / "model", family, overrides=overrides))
+    rng = random.Random(0)
+    prefix = [rng.randrange(256) for _ in range(PREFIX)]
+    prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
+    outputs = twins.found(prompts)
+    assert outputs == twins.wanted(prompts)
+
+    before = twins.runner.num_tokens
+    forks = [
+        [*prefix[:40], 7],
+        prompts[0] + outputs[0][:30],
+        [*prompts[0], *outputs[0][:17], 5],
+        prompts[2] + outputs[2],
+    ]
+    assert twins.found(forks) == twins.wanted(forks)
+    found = (
+        sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
+    )
+    assert found > 200, "prefixes were not found in the cache"
