@@ -245,3 +245,13 @@ async def test_an_answer_is_not_cut_off_by_reading_the_model_list() -> None:
         await client.until_served("gpt-fake")
         assert await client.said() == "a b c d e f"
         assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize(("owner", "is_sent"), [("vllm", True), ("me", False)])
+async def test_request_ids_are_sent_to_servers_that_accept_any(owner: str, is_sent: bool) -> None:
+    """llama-cpp-python (`me`) answers 400 to an id that is not a UUID."""
+    fake = FakeOpenAI(owned_by=owner)
+    async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
+        await client.until_served("gpt-fake")
+        assert (await client.ask())[0] == 200
+        assert ("x-request-id" in fake.headers[-1]) == is_sent

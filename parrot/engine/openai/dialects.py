@@ -44,6 +44,7 @@ class Dialect:
     # The server runs one request at a time. A second request cuts off the first one, and only the
     # disconnect of a stream stops a request.
     is_serial: bool = False
+    takes_request_id: bool = True  # It accepts any id in `X-Request-Id`.
     takes_options: bool = False  # It accepts template options and earlier reasoning.
     can: frozenset[str] = frozenset()  # Features out of `FEATURES`, unless it reports others.
     kept_prompts: int | None = None  # See `Capabilities`.
@@ -107,6 +108,7 @@ LLAMA_CPP_PYTHON = Dialect(
     _LLAMA_OFF,
     schema_in_object=True,
     is_serial=True,
+    takes_request_id=False,  # It answers 400 unless the id is a UUID.
     can=frozenset({"messages", "cancellation"}),
     kept_prompts=1,
 )

@@ -393,7 +393,7 @@ class Upstream:
 
     async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the iterator yields the whole answer at once."""
-        with self._ids.unique(question.request_id) as request_id:
+        with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
             payload = await self._within_context(
                 question,
                 lambda question: self._http.request(
@@ -414,7 +414,7 @@ class Upstream:
     async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
         `Unavailable` if the stream ends before the answer has a finish reason."""
-        with self._ids.unique(question.request_id) as request_id:
+        with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
 
             async def begin(
                 question: Question,
@@ -446,6 +446,9 @@ class Upstream:
                 if event is None or not has_ended:
                     raise Unavailable(f"the stream of {self._http.base_url} was cut off")
 
+    def _id_to_pass(self, request_id: str) -> str:
+        return request_id if self._assumed.takes_request_id else ""
+
     async def _within_context(
         self, question: Question, send: Callable[[Question], Awaitable[_R]]
     ) -> _R:
@@ -474,7 +477,7 @@ class Upstream:
                     body=body,
                     timeout_s=_ANSWER_TIMEOUT_S,
                     traceparent=traceparent,
-                    request_id=request_id,
+                    request_id=self._id_to_pass(request_id),
                 )
             except EngineFailed as error:
                 raise refused_embedding(error) from None
