@@ -391,8 +391,11 @@ class Upstream:
             name = min(lacking)
             raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
-    async def complete(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
-        """As `stream`, but the iterator yields the whole answer at once."""
+    async def complete(
+        self, question: Question, backoff: Backoff | None = None
+    ) -> AsyncGenerator[ServerAnswer, None]:
+        """As `stream`, but the iterator yields the whole answer at once. `backoff` replaces the
+        constructor's."""
         with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
             payload = await self._within_context(
                 question,
@@ -405,6 +408,7 @@ class Upstream:
                     traceparent=question.traceparent,
                     request_id=request_id,
                 ),
+                backoff,
             )
         answer = parse_answer(payload)
         if not answer.choices:
@@ -432,8 +436,9 @@ class Upstream:
 
             events, event = await self._within_context(question, begin)
             if event is None and self.is_serial:
-                # llama-cpp-python sends an empty stream instead of an error.
-                async for answer in self.complete(question):
+                # llama-cpp-python sends an empty stream instead of an error, and closes the
+                # connection, which the next request may still use.
+                async for answer in self.complete(question, retries_temporary):
                     yield answer
                 return
             has_ended = False
@@ -450,17 +455,21 @@ class Upstream:
         return request_id if self._assumed.takes_request_id else ""
 
     async def _within_context(
-        self, question: Question, send: Callable[[Question], Awaitable[_R]]
+        self,
+        question: Question,
+        send: Callable[[Question], Awaitable[_R]],
+        backoff: Backoff | None = None,
     ) -> _R:
         """The result of `send`. A chat whose limit exceeds the server's context is sent again
         without the limit, because the limit of a client is often a constant."""
+        backoff = backoff or self._backoff
         try:
-            return await _retried(lambda: send(question), self._backoff)
+            return await _retried(lambda: send(question), backoff)
         except InvalidRequest as error:
             is_limit = isinstance(error, PromptTooLong) or "max_tokens" in error.message
             if not is_limit or question.limit is None or not self._target.asks_chat(question):
                 raise
-        return await _retried(lambda: send(replace(question, has_limit=False)), self._backoff)
+        return await _retried(lambda: send(replace(question, has_limit=False)), backoff)
 
     async def embed(
         self, inputs: Sequence[list[int] | str], traceparent: str = "", request_id: str = ""
