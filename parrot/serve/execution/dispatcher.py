@@ -568,6 +568,7 @@ class Dispatcher:
             info.tokens_capacity,
             info.max_seq_len,
             info.costs,
+            is_foreign=is_text,
         )
         if engine.uses_drafts:
             self._runs.use_drafts()

@@ -131,6 +131,9 @@ class EngineLoad:
     max_len: int  # Tokens of the longest sequence that the engine accepts.
     costs: StepCosts
     features: frozenset[str] | None = None  # See `Capabilities`. None: unknown.
+    # The engine's server is not Parrot's. It schedules its requests itself, and `costs` are
+    # estimated from the duration of its answers.
+    is_foreign: bool = False
     is_draining: bool = False  # A draining engine receives no tasks.
     num_slots: int = field(init=False)  # `max_tasks`, or fewer after the engine has refused tasks.
     # Load of the server behind the engine. Requests of other clients lengthen steps, and requests
@@ -361,12 +364,15 @@ class LoadIndex:
         max_tokens: int,
         max_len: int | None = None,
         costs: StepCosts | None = None,
+        *,
+        is_foreign: bool = False,
     ) -> None:
         """`max_len`: tokens of the longest accepted sequence. None: `max_tokens`.
 
         An engine without `costs` gets the median of its model and device until it reports costs."""
         longest = max_tokens if max_len is None else min(max_len, max_tokens)
         load = EngineLoad(self, engine_id, model, max_tasks, max_tokens, longest, _USUAL_COSTS)
+        load.is_foreign = is_foreign
         load.costs = self._record_costs(load, costs)
         self._loads[load.id] = load
         self._enter_pools(load)

@@ -241,6 +241,8 @@ class Scheduler:
         load, to_compute = choice.load, choice.to_compute
         if not self._order.limits_concurrency or not load.num_tasks:
             return False
+        if load.is_foreign:  # Estimated costs are too inexact to leave slots of a server empty.
+            return False
         if self._fairness is not None and self._fairness.is_underserved(task, load.id):
             return False
         queue = self._queues.get(task.models)

@@ -437,6 +437,7 @@ OTHER_VALUES = {
     "grammar": 'start: "a"',
     "choices": ("a", "b"),
     "logprobs": 2,
+    "extra": {"min_tokens": 1},
 }
 
 
