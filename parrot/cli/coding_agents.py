@@ -78,7 +78,4 @@ def why_not_all(model: str, context: int | None) -> str | None:
     if not lacking:
         return None
     needs = ", ".join(f"{agent.name} ({agent.context:,})" for agent in lacking)
-    return (
-        f"The context of {model}, {context:,} tokens, is too short for {needs}. "
-        f"A model that works: parrot up {SMALL_MODEL}"
-    )
+    return f"The context of {model}, {context:,} tokens, is too short for {needs}."

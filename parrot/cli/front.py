@@ -9,7 +9,7 @@ from typing import Any
 from parrot.cluster import Cluster, ClusterError
 from parrot.cluster.ports import ask
 from parrot.engine.openai.probe import list_models
-from parrot.engine.openai.upstream import NotServed, server_client
+from parrot.engine.openai.upstream import NotServed, Upstream, server_client
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
 from parrot.serve.config import UpstreamServer
 from parrot.upstreams.servers import engine_config
@@ -70,6 +70,25 @@ def _num_models(url: str, instance: dict[str, Any]) -> int:
             await http.close()
 
     return asyncio.run(count())
+
+
+def reported_context(servers: Sequence[dict[str, Any]], model: str) -> int | None:
+    """The model's maximum tokens of prompt and output. None: no server reports the length."""
+
+    async def of_server(server: dict[str, Any]) -> int | None:
+        config = engine_config(parse_config(UpstreamServer, server, "command line"), model)
+        upstream = Upstream(config)
+        try:
+            await upstream.probe()
+            is_given = "max_seq_len" in config.instance.model_fields_set
+            return config.instance.max_seq_len if is_given else upstream.max_model_len
+        finally:
+            await upstream.close()
+
+    for server in servers:
+        if (length := asyncio.run(of_server(server))) is not None:
+            return length
+    return None
 
 
 def wait_for_servers(cluster: Cluster, timeout_s: float) -> None:

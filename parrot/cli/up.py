@@ -13,7 +13,7 @@ from typing import Any
 
 from rich.markup import escape
 
-from parrot.cli.coding_agents import agent_lines, why_not_all
+from parrot.cli.coding_agents import SMALL_MODEL, agent_lines, why_not_all
 from parrot.cli.console import ERR, OUT, fail, orderly_exit, warn
 from parrot.cli.servers import hurry, require_packages, running
 from parrot.cluster import Cluster, ClusterError
@@ -216,7 +216,13 @@ def _say_how_to_use(cluster: Cluster) -> None:
     url = cluster.core_url
     models = _models(cluster)
     model = models[0]
-    context = _context(cluster, model)
+    servers = core.get("servers", ()) if not cluster.engine_names else ()
+    if servers:
+        from parrot.cli.front import reported_context
+
+        context = reported_context(servers, model)
+    else:
+        context = _context(cluster, model)
     where = f" on {_counted(names)}" if (names := len(cluster.engine_names)) else ""
     OUT.print(f"Ready: {escape(', '.join(models))}{where} at [bold]{url}[/]\n")
     if core.get("page", True):
@@ -229,7 +235,11 @@ def _say_how_to_use(cluster: Cluster) -> None:
         sys.stdout.write(f"  {line}\n")  # rich would wrap the line.
     sys.stdout.flush()
     if (reason := why_not_all(model, context)) is not None:
-        OUT.print(f"[bold]Coding agents[/]\n  {escape(reason)}", soft_wrap=True)
+        advice = "" if servers else f" A model that works: parrot up {SMALL_MODEL}"
+        OUT.print(f"[bold]Coding agents[/]\n  {escape(reason + advice)}", soft_wrap=True)
+    if servers:
+        length = "not reported by its server" if context is None else f"{context:,} tokens"
+        OUT.print(f"Context of {escape(model)}: {length}. Prompt lengths are estimates.")
     if key == "KEY":
         OUT.print("KEY is one of `api_keys`, or of `keys_file`.")
     log_dir = escape(str(cluster.log_dir))

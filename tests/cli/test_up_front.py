@@ -67,17 +67,23 @@ def test_urls_and_models_do_not_mix() -> None:
 
 
 @contextmanager
-def up(*urls: str, log_dir: Path) -> Iterator[str]:
-    """The command in a process of its own. Yields the URL that it prints."""
+def up(*urls: str, log_dir: Path, printed: list[str] | None = None) -> Iterator[str]:
+    """The command in a process of its own. Yields the URL that it prints. Its output
+    is appended to `printed`."""
     command = [sys.executable, "-m", "parrot.cli", "up", *urls, "--port", "0"]
     with subprocess.Popen(
         [*command, "--log-dir", str(log_dir)], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            ready = process.stdout.readline()
-            found = re.search(r"Ready: gpt-fake at (http://\S+)", ready)
-            assert found is not None, ready
+            lines = []
+            while not lines or (lines[-1] and not lines[-1].startswith("Logs are in")):
+                lines.append(process.stdout.readline())
+            text = "".join(lines)
+            if printed is not None:
+                printed.append(text)
+            found = re.search(r"Ready: gpt-fake at (http://\S+)", text)
+            assert found is not None, text
             yield found[1]
         finally:
             process.send_signal(signal.SIGINT)
@@ -101,3 +107,21 @@ def test_clients_call_the_server_through_parrot(tmp_path: Path) -> None:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"] == "one two three"
         assert len(first.bodies + second.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "words", "has_agent"),
+    [(None, "not reported by its server", True), (4000, "4,000 tokens", False)],
+)
+def test_what_is_known_of_the_context_is_printed(
+    tmp_path: Path, length: int | None, words: str, has_agent: bool
+) -> None:
+    printed: list[str] = []
+    with (
+        running_in_thread(FakeOpenAI(max_model_len=length).app()) as server,
+        up(server, log_dir=tmp_path, printed=printed),
+    ):
+        pass
+    assert f"Context of gpt-fake: {words}. Prompt lengths are estimates." in printed[0]
+    assert ("ANTHROPIC_BASE_URL" in printed[0]) == has_agent
+    assert "parrot up Qwen" not in printed[0]
