@@ -77,6 +77,19 @@ ApiKeyFileOption = Annotated[
         help="With URLs: file with the servers' API key. \\[default: OPENAI_API_KEY]",
     ),
 ]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        "--tensor-parallel", min=1, help="Number of GPUs per engine (tensor parallelism)."
+    ),
+]
+ForwardKeyOption = Annotated[
+    bool,
+    typer.Option(
+        "--forward-client-key",
+        help="With URLs: send each client's API key to the servers, instead of one key for all.",
+    ),
+]
 CaFileOption = Annotated[
     Path | None,
     typer.Option("--ca-file", help="With URLs: certificates (PEM) to trust for https."),
@@ -133,12 +146,7 @@ def up(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
-    tensor_parallel: Annotated[
-        int | None,
-        typer.Option(
-            "--tensor-parallel", min=1, help="Number of GPUs per engine (tensor parallelism)."
-        ),
-    ] = None,
+    tensor_parallel: TensorParallelOption = None,
     core_config: Annotated[
         Path | None, typer.Option("--core-config", help="Config file of ServeCore.")
     ] = None,
@@ -150,6 +158,7 @@ def up(
         ),
     ] = False,
     api_key_file: ApiKeyFileOption = None,
+    forward_client_key: ForwardKeyOption = False,
     ca_file: CaFileOption = None,
     log_dir: UpLogDirOption = None,
     ready_timeout: ReadyTimeoutOption = 1800.0,
@@ -171,6 +180,7 @@ def up(
         ready_timeout_s=ready_timeout,
         tensor_parallel=tensor_parallel,
         api_key_file=api_key_file,
+        forward_client_key=forward_client_key,
         ca_file=ca_file,
     )
     serve_model(models, options)

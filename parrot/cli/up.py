@@ -56,6 +56,7 @@ class UpOptions:
     tensor_parallel: int | None = None
     api_key_file: Path | None = None
     ca_file: Path | None = None
+    forward_client_key: bool = False
 
 
 def up(models: Sequence[str], options: UpOptions) -> None:
@@ -67,6 +68,8 @@ def up(models: Sequence[str], options: UpOptions) -> None:
             from parrot.cli.front import planned_servers  # Imports the openai engine.
 
             servers = planned_servers(models, options.api_key_file, options.ca_file)
+            if options.forward_client_key:
+                servers = [server | {"forward_client_key": True} for server in servers]
             core["servers"] = [*core.get("servers", ()), *servers]
             engines = []
             what = f"Parrot in front of {', '.join(server['url'] for server in servers)}"

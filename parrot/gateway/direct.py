@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
+from pydantic import SecretStr
+
 from parrot.gateway.transcript import prompt_tokens
+from parrot.gateway.turns import revealed
 from parrot.protocol.engine_api import CHARS_PER_TOKEN, EmbedRequest, ScoreRequest
 from parrot.protocol.errors import (
     InvalidRequest,
@@ -60,6 +63,7 @@ class DirectRequests:
         given: Sequence[Input],
         traceparent: str = "",
         request_id: str = "",
+        client_key: SecretStr | None = None,
     ) -> tuple[list[str], int]:
         """The embedding of each input as base64 of little-endian float32, and the number of tokens
         of all inputs. `traceparent`: the caller's span."""
@@ -70,6 +74,7 @@ class DirectRequests:
             weight=self._tenants.weigh(tenant),
             traceparent=traceparent,
             request_id=request_id,
+            client_key=revealed(client_key),
             inputs=[],
         )
         model = self._aliases.get(model, model)
@@ -84,6 +89,7 @@ class DirectRequests:
         num_top: int,
         max_tokens: int,
         traceparent: str = "",
+        client_key: SecretStr | None = None,
     ) -> tuple[list[Logprobs], int]:
         """The log probabilities of each input's tokens (see `ScoreResponse`), and the number of
         tokens of all inputs. Raises `InvalidRequest` for more than `max_tokens`."""
@@ -94,6 +100,7 @@ class DirectRequests:
             tenant=tenant,
             weight=self._tenants.weigh(tenant),
             traceparent=traceparent,
+            client_key=revealed(client_key),
             inputs=[],
             num_top=num_top,
         )

@@ -18,6 +18,8 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from pydantic import SecretStr
+
 from parrot.gateway.answers import AnswerParser, FirstCallParser, PlainParser, with_reasoning
 from parrot.gateway.programs import (
     Ending,
@@ -123,6 +125,7 @@ class TurnRequest:
     prediction: str = ""  # text that the answers may repeat
     traceparent: str = ""  # the caller's span
     request_id: str = ""  # of the client's request
+    client_key: SecretStr | None = None  # for servers that get the client's key
     # For servers behind engines: fields that Parrot does not know, and known fields that have no
     # effect in Parrot.
     unknown: Mapping[str, Any] = field(default_factory=dict)
@@ -325,6 +328,7 @@ class Turns:
             prediction=request.prediction,
             traceparent=request.traceparent,
             request_id=request.request_id,
+            client_key=revealed(request.client_key),
         )
         prompt = Prompt(
             target.fill,
@@ -527,6 +531,11 @@ def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str,
     size = num_bytes([prediction, *(piece.text for piece in pieces)])
     size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
     return {"calls": 1, "variables": num_new, "text_bytes": size}
+
+
+def revealed(client_key: SecretStr | None) -> str:
+    """The key for a request to an engine. Empty: none."""
+    return "" if client_key is None else client_key.get_secret_value()
 
 
 def unknown_field(name: str) -> ValidationFailed:

@@ -173,9 +173,9 @@ def _prompt_fields(prompt: Prompt) -> Payload:
 
 
 def _options_fields(options: CallOptions) -> Payload:
-    """All options except the cache salt, which is a secret. The session knows its salt."""
+    """All options except secrets: the cache salt, which the session knows, and the client's key."""
     fields = asdict(options)
-    del fields["cache_salt"]
+    del fields["cache_salt"], fields["client_key"]
     return fields
 
 

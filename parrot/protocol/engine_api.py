@@ -80,6 +80,7 @@ class JobRequest(InternalPayload):
     step_growth: Quantity | None = Field(None, description="growth of its steps by others")
     traceparent: Label = Field("", description="W3C trace context of the parent span; empty: none")
     request_id: Label = Field("", description="id of the client's request, for a foreign server")
+    client_key: str = Field("", exclude=True, repr=False, description="within one process")
 
 
 class FillRequest(JobRequest, FillPiece):

@@ -182,6 +182,11 @@ class UpstreamServer(ConfigModel):
         max_length=1024,
         description="Models to serve. Empty: every model that the server lists.",
     )
+    forward_client_key: bool = Field(
+        False,
+        description="Send the API key of each client to the server, instead of the configured key. "
+        "ServeCore must have no `api_keys` and no `keys_file`.",
+    )
     engine: dict[str, Any] = Field(
         {},
         repr=False,

@@ -62,7 +62,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     if config.servers:
         from parrot.upstreams.servers import Upstreams  # Imports the openai engine.
 
-        upstreams = Upstreams(config.servers, core.fleet, core.clock)
+        upstreams = Upstreams(config, core.fleet, core.clock)
     turns = Turns(core)
     responses = Responses(turns, config)
     if journal is not None:

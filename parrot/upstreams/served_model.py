@@ -36,12 +36,18 @@ class ServedModel:
         clock: Clock,
         environ: Mapping[str, str],
         require_server: Callable[[], Awaitable[None]],
+        *,
+        forwards_key: bool,
     ) -> None:
         self.card = card
         self._fleet = fleet
         self._clock = clock
         self._service = OpenAIService(
-            config, clock=clock, environ=environ, backoff=self._retries_here
+            config,
+            clock=clock,
+            environ=environ,
+            backoff=self._retries_here,
+            forwards_key=forwards_key,
         )
         self._client = HostedEngine(self._service, new_token(), require_server)
         self._engine: Engine | None = None  # None: not registered yet.

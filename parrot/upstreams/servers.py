@@ -26,10 +26,11 @@ from parrot.engine.openai.probe import ModelEntry, list_models
 from parrot.engine.openai.upstream import server_client
 from parrot.protocol.errors import ParrotError, Unavailable
 from parrot.protocol.transport import Unreachable
-from parrot.serve.config import UpstreamServer
+from parrot.serve.config import CoreConfig, UpstreamServer
 from parrot.serve.execution.fleet import Fleet
 from parrot.upstreams.served_model import ServedModel, wait_until_set
 from parrot.utils.clock import Clock
+from parrot.utils.config import ConfigError
 from parrot.utils.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -62,16 +63,23 @@ def engine_config(server: UpstreamServer, model: str) -> OpenAIConfig:
 
 
 class Upstreams:
-    """The servers of the config key `servers`. Raises `ConfigError` for wrong keys in `engine`."""
+    """The servers of the config key `servers`. Raises `ConfigError` for wrong keys in `engine`, and
+    if a server would get ServeCore's own API keys."""
 
     def __init__(
         self,
-        servers: Sequence[UpstreamServer],
+        config: CoreConfig,
         fleet: Fleet,
         clock: Clock,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._followers = [_Follower(server, fleet, clock, environ) for server in servers]
+        urls = [server.url for server in config.servers if server.forward_client_key]
+        if urls and config.needs_keys:
+            raise ConfigError(
+                "`servers`: `forward_client_key` excludes `api_keys` and `keys_file`: clients "
+                f"would send these keys, and {urls[0]} would get them"
+            )
+        self._followers = [_Follower(one, fleet, clock, environ) for one in config.servers]
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
@@ -153,7 +161,13 @@ class _Follower:
             if name not in self._served:
                 config = engine_config(self._server, name)
                 model = ServedModel(
-                    card, config, self._fleet, self._clock, self._environ, self._require_server
+                    card,
+                    config,
+                    self._fleet,
+                    self._clock,
+                    self._environ,
+                    self._require_server,
+                    forwards_key=self._server.forward_client_key,
                 )
                 task = self._tasks.spawn(self._serve(model), name=f"{name} of {self.url}")
                 self._served[name] = model, task

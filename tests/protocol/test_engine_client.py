@@ -54,8 +54,9 @@ async def test_the_body_means_the_request(request_: GenerateRequest) -> None:
 
 
 def test_every_field_is_sent() -> None:
-    """A field added to the payload must be added to the client as well."""
-    assert set(GenerateRequest.model_fields) == {
+    """A field added to the payload must be added to the client as well. A client's key is for
+    engines of the same process only."""
+    assert set(GenerateRequest.model_fields) - {"client_key"} == {
         *("session_id", "task_id", "attempt", "priority"),
         *("context_id", "parent_context_id", "parent_len"),
         *("cache_salt", "end_flag", "fills", "sampling_config", "resumed_ids"),
@@ -64,7 +65,7 @@ def test_every_field_is_sent() -> None:
     }
     piece = {"context_id", "parent_context_id", "parent_len", "token_ids", "text", "public_len"}
     assert set(FillPiece.model_fields) == piece
-    assert set(FillRequest.model_fields) - piece == {
+    assert set(FillRequest.model_fields) - piece - {"client_key"} == {
         *("session_id", "task_id", "attempt", "priority", "cache_salt", "end_flag", "traceparent"),
         *("background", "background_share", "tenant", "weight", "step_growth", "request_id"),
     }

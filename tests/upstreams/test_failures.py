@@ -211,5 +211,5 @@ async def test_a_server_that_no_longer_answers_is_lost(process: FakeProcess) -> 
 
 
 def _second_server(client: Client, url: str) -> object:
-    config = servers.UpstreamServer(url=url)
-    return servers.Upstreams([config], client.core.fleet, client.core.clock).followed()
+    config = servers.CoreConfig(servers=(servers.UpstreamServer(url=url),))
+    return servers.Upstreams(config, client.core.fleet, client.core.clock).followed()

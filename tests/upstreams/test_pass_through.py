@@ -4,15 +4,19 @@ builtin engine rejects them. Over real HTTP, with a fake of the server."""
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
+from parrot.journal.log import Journal
+from parrot.journal.sqlite import JournalFile
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
-from parrot.utils.config import parse_config
+from parrot.utils.clock import MonotonicClock
+from parrot.utils.config import ConfigError, parse_config
 from tests.gateway.vendors.conftest import serve
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import fake_engine
@@ -58,11 +62,16 @@ class Front:
 
 
 @asynccontextmanager
-async def front_of(fake: FakeOpenAI, entry: Any = None, **keys: Any) -> AsyncIterator[Front]:
+async def front_of(
+    fake: FakeOpenAI, entry: Any = None, journal_file: Path | None = None
+) -> AsyncIterator[Front]:
     async with serve_app(fake.app()) as server:
         entries = [{"url": f"{server}/v1"} | (entry or {})]
-        core = ServeCore(parse_config(CoreConfig, {"servers": entries, **keys}, "test"))
-        async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
+        core = ServeCore(parse_config(CoreConfig, {"servers": entries}, "test"))
+        journal = None
+        if journal_file is not None:
+            journal = Journal(JournalFile(str(journal_file), 2**24), MonotonicClock())
+        async with serve_app(create_app(core, journal)) as url, aiohttp.ClientSession(url) as http:
             while not core.fleet.engines:
                 await core.fleet.joined()
             yield Front(http, core, fake)
@@ -150,6 +159,17 @@ async def test_images_of_other_apis_reach_the_server(front: Front) -> None:
     assert front.content == [TEXT, IMAGE, FILE]
     await front.post(RESPONSES, {"input": "And now?", "previous_response_id": answer["id"]})
     assert front.sent["messages"][0]["content"] == [TEXT, IMAGE, FILE]
+
+
+async def test_a_journal_contains_no_images(tmp_path: Path) -> None:
+    long = "A" * 10_000
+    image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{long}"}}
+    async with front_of(FakeOpenAI(owned_by="vllm"), journal_file=tmp_path / "journal") as front:
+        await front.chat(TEXT, image)
+        assert front.content[1] == image
+    written = _written(tmp_path)
+    assert long[:100].encode() not in written
+    assert b"What is this?" in written
 
 
 async def test_a_result_of_a_tool_may_be_an_image(front: Front) -> None:
@@ -272,4 +292,56 @@ async def test_a_field_that_the_server_does_not_have_is_named_as_the_client_name
         assert (status, answer["error"]["param"]) == (400, "ignore_eos")
         assert answer["error"]["message"] == (
             "no engine of gpt-fake supports `ignore_eos` (servers: ollama)"
+        )
+
+
+async def test_the_key_of_a_client_reaches_the_server(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The configured key is only used to ask for the models. It never stands in for a client."""
+    monkeypatch.setenv("OPENAI_API_KEY", "of-the-operator")
+    entry = {"forward_client_key": True}
+    async with front_of(FakeOpenAI(owned_by="vllm"), entry, tmp_path / "journal") as front:
+        chat = {"messages": [{"role": "user", "content": "x"}], "temperature": 0}
+        for path, body in (
+            (CHAT, chat),
+            (CHAT, chat | {"stream": True}),
+            (COMPLETIONS, {"prompt": "x"}),
+            (COMPLETIONS, {"prompt": "x", "echo": True, "logprobs": 1, "max_tokens": 0}),
+            (RESPONSES, {"input": "x"}),
+            ("/v1/embeddings", {"input": "x"}),
+        ):
+            given = {"model": "gpt-fake"} | body
+            headers = {"authorization": "Bearer of-ann"}
+            async with front.http.post(path, json=given, headers=headers) as response:
+                assert response.status == 200, await response.text()
+                await response.read()
+            assert front.fake.headers[-1]["authorization"] == "Bearer of-ann", (path, body)
+        message = chat | {"max_tokens": 9}
+        await front.post(MESSAGES, message, headers={"x-api-key": "of-bob"})
+        assert front.fake.headers[-1]["authorization"] == "Bearer of-bob"
+        num_asked = len(front.fake.headers)
+        await front.post(CHAT, chat)
+        assert "authorization" not in front.fake.headers[-1]
+        assert len(front.fake.headers) == num_asked + 1  # Clients share no results.
+        salts = [body.get("cache_salt") for body in front.fake.bodies if "messages" in body]
+        assert len(set(salts)) == 3
+        front.fake.faults = [Fault(401, {"error": {"message": "no"}})]
+        status, answer = await front.send(CHAT, chat | {"seed": 1}, headers=headers)
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
+        assert "refused your API key" in answer["error"]["message"]
+    written = _written(tmp_path)
+    assert b"of-ann" not in written
+    assert b"one two three" in written
+
+
+def _written(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_parrots_own_keys_are_not_sent_to_a_server() -> None:
+    servers = [{"url": "http://h/v1", "forward_client_key": True}]
+    with pytest.raises(ConfigError, match="`forward_client_key` excludes `api_keys`"):
+        create_app(
+            ServeCore(parse_config(CoreConfig, {"servers": servers, "api_keys": ["k"]}, "test"))
         )

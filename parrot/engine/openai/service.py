@@ -218,12 +218,13 @@ class OpenAIService:
         clock: Clock | None = None,
         environ: Mapping[str, str] = os.environ,
         backoff: Backoff = retries_temporary,
+        forwards_key: bool = False,
     ) -> None:
         """Does not connect. `backoff` chooses the errors after which a request is sent again.
         Raises `ConfigError` if the API key is missing."""
         self._config = config
         self._clock = clock or MonotonicClock()
-        self._upstream = Upstream(config, environ, backoff)
+        self._upstream = Upstream(config, environ, backoff, forwards_key=forwards_key)
         self._gate = PriorityGate(config.scheduler.max_batch_size)
         self._by_priority = config.scheduler.policy == "priority"
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
@@ -297,7 +298,7 @@ class OpenAIService:
         for given in request.inputs:
             async with self._gate.admit(request.priority if self._by_priority else 0):
                 found, num_tokens = await self._upstream.score(
-                    given, request.num_top, request.cache_salt
+                    given, request.num_top, request.cache_salt, request.client_key
                 )
             answer.logprobs.append(found)
             answer.prompt_tokens += num_tokens
@@ -306,7 +307,7 @@ class OpenAIService:
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
         async with self._gate.admit(request.priority if self._by_priority else 0):
             answer = await self._upstream.embed(
-                request.inputs, request.traceparent, request.request_id
+                request.inputs, request.traceparent, request.request_id, request.client_key
             )
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
@@ -499,6 +500,7 @@ class OpenAIService:
             request.priority,
             traceparent=request.traceparent,
             request_id=_request_id(request),
+            client_key=request.client_key,
             conversation=request.conversation,
         )
         writer = None if request.conversation is None else AnswerWriter()

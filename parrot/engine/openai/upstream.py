@@ -67,6 +67,12 @@ class Overloaded(QuotaExceeded):
     consider this engine and its contexts lost."""
 
 
+class ClientKeyRefused(InvalidRequest, status=401):
+    """The foreign server refused the client's key."""
+
+    code = "invalid_api_key"
+
+
 class NotServed(EngineFailed):
     """The foreign server does not have the model or the endpoint."""
 
@@ -101,15 +107,17 @@ class ErrorTranslator:
     400, context too long    PromptTooLong         no
     400, 413, 422            InvalidRequest        no
     401, 403                 EngineFailed          no (our key, not the caller's)
+    401, 403 of their key    ClientKeyRefused      no
     404, 405, 501            NotServed             no (wrong model or address)
     429, 503, 529            QuotaExceeded         yes, unless credit is used up
     408, 409, 500 and others EngineFailed          yes
     no connection            Unavailable           yes
     """
 
-    def __init__(self, server: str, secret: str | None) -> None:
-        """`server` names the server in messages."""
+    def __init__(self, server: str, secret: str | None, *, is_of_client: bool = False) -> None:
+        """`server` names the server in messages. `is_of_client`: the key is the client's."""
         self._server = server
+        self._is_of_client = is_of_client
         self._secret = secret
 
     def read(self, payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
@@ -119,6 +127,8 @@ class ErrorTranslator:
         details = error if isinstance(error, Mapping) else {}
         names = {details.get("code"), details.get("type")} if details else set()
         message = self._clean(details.get("message") or details.get("detail") or error)
+        if status in (401, 403) and self._is_of_client:
+            return ClientKeyRefused(f"the server {self._server} refused your API key")
         if status in (401, 403):
             return EngineFailed(
                 f"the server {self._server} refused the API key (HTTP {status}); "
@@ -285,14 +295,21 @@ class Upstream:
         config: OpenAIConfig,
         environ: Mapping[str, str] = os.environ,
         backoff: Backoff = retries_temporary,
+        *,
+        forwards_key: bool = False,
     ) -> None:
+        """`forwards_key`: the client's key is sent instead of the configured key, which then only
+        serves to ask the server for its state."""
         instance = config.instance
         self._backoff = backoff
         key, tls = _api_key(config, environ), _tls(config)
         self._translator = ErrorTranslator(_base_url(config), key)
         self._target = _target(config)
         self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
-        self._http = _client(config, key, tls, self._translator)
+        self._http = self._calls = _client(config, key, tls, self._translator)
+        if forwards_key:
+            self._translator = ErrorTranslator(_base_url(config), None, is_of_client=True)
+            self._calls = _client(config, None, tls, self._translator)
         self._root = HttpClient(
             self._http.base_url.removesuffix("/v1"),
             bearer_token=None if instance.is_azure else key,
@@ -310,6 +327,7 @@ class Upstream:
 
     async def close(self) -> None:
         await self._http.close()
+        await self._calls.close()
         await self._root.close()
 
     async def probe(self) -> None:
@@ -399,7 +417,7 @@ class Upstream:
         with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
             payload = await self._within_context(
                 question,
-                lambda question: self._http.request(
+                lambda question: self._calls.request(
                     "POST",
                     self._path(question),
                     params=self._params,
@@ -407,6 +425,7 @@ class Upstream:
                     timeout_s=_ANSWER_TIMEOUT_S,
                     traceparent=question.traceparent,
                     request_id=request_id,
+                    bearer=self._bearer(question.client_key),
                 ),
                 backoff,
             )
@@ -423,7 +442,7 @@ class Upstream:
             async def begin(
                 question: Question,
             ) -> tuple[AsyncGenerator[_Event, None], _Event | None]:
-                events = self._http.stream(
+                events = self._calls.stream(
                     "POST",
                     self._path(question),
                     params=self._params,
@@ -431,6 +450,7 @@ class Upstream:
                     idle_timeout_s=_ANSWER_TIMEOUT_S,
                     traceparent=question.traceparent,
                     request_id=request_id,
+                    bearer=self._bearer(question.client_key),
                 )
                 return events, await anext(events, None)
 
@@ -472,14 +492,18 @@ class Upstream:
         return await _retried(lambda: send(replace(question, has_limit=False)), backoff)
 
     async def embed(
-        self, inputs: Sequence[list[int] | str], traceparent: str = "", request_id: str = ""
+        self,
+        inputs: Sequence[list[int] | str],
+        traceparent: str = "",
+        request_id: str = "",
+        client_key: str = "",
     ) -> Embeddings:
         """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
         body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
 
         async def ask() -> Any:
             try:
-                return await self._http.request(
+                return await self._calls.request(
                     "POST",
                     "/embeddings",
                     params=self._params,
@@ -487,13 +511,20 @@ class Upstream:
                     timeout_s=_ANSWER_TIMEOUT_S,
                     traceparent=traceparent,
                     request_id=self._id_to_pass(request_id),
+                    bearer=self._bearer(client_key),
                 )
             except EngineFailed as error:
                 raise refused_embedding(error) from None
 
         return parse_embeddings(await _retried(ask, self._backoff), len(inputs))
 
-    async def score(self, prompt: list[int] | str, num_top: int, salt: str) -> tuple[Logprobs, int]:
+    async def score(
+        self,
+        prompt: list[int] | str,
+        num_top: int,
+        salt: str,
+        client_key: str = "",
+    ) -> tuple[Logprobs, int]:
         """The log probabilities of a prompt's tokens, and their number. The request generates one
         token, because some servers reject 0. Raises `UnsupportedField` if the server returns no
         log probabilities."""
@@ -501,10 +532,14 @@ class Upstream:
             raise UnsupportedField("chats are not echoed by the server", param="echo")
         sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
         await self.check_with_probe(sampling.needs())
-        question = Question(prompt, sampling, salt, echoes=True)
+        question = Question(prompt, sampling, salt, echoes=True, client_key=client_key)
         answers = [answer async for answer in self.complete(question)]
         num_tokens = answers[0].usage.prompt_tokens if answers[0].usage is not None else 0
         return prompt_logprobs(answers[0].logprobs, num_tokens, num_top), num_tokens
+
+    def _bearer(self, client_key: str) -> str | None:
+        """The client's key, if the server gets it. None: the configured key, if any."""
+        return None if self._calls is self._http else client_key or None
 
     def _path(self, question: Question) -> str:
         return "/chat/completions" if self._target.asks_chat(question) else "/completions"

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from math import hypot, isfinite
 from typing import Any
@@ -115,6 +115,7 @@ class Question:
     echoes: bool = False  # The answer includes the prompt.
     traceparent: str = ""  # The parent span.
     request_id: str = ""  # Of the client's request.
+    client_key: str = field(default="", repr=False)  # Sent if the server gets clients' keys.
     conversation: Mapping[str, Any] | None = None  # Replaces the prompt, see `GenerateRequest`.
     has_limit: bool = True
 

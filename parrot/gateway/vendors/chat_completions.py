@@ -240,6 +240,7 @@ class ChatCompletions:
                 program=program_of(request, caller),
                 traceparent=caller.traceparent,
                 request_id=caller.request_id,
+                client_key=caller.key,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),

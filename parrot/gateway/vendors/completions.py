@@ -165,7 +165,7 @@ class Completions:
             return self._submit(request, caller, found)
         num_top, limit = request.logprobs or 0, _MAX_SCORED // request.num_choices
         scored, num_tokens = await self._direct.score(
-            caller.tenant, request.model, prompts, num_top, limit, caller.traceparent
+            caller.tenant, request.model, prompts, num_top, limit, caller.traceparent, caller.key
         )
         pairs = zip(found, scored, strict=True)
         if request.logprobs is None:
@@ -199,6 +199,7 @@ class Completions:
                     program=program_of(request, caller),
                     traceparent=caller.traceparent,
                     request_id=caller.request_id,
+                    client_key=caller.key,
                     func_name="completion",
                     criteria=request.effective_criteria,
                     deadline=request.deadline,

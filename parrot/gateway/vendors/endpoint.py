@@ -11,6 +11,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    SecretStr,
     model_validator,
 )
 
@@ -53,6 +54,7 @@ class Caller(NamedTuple):
     request_id: str
     headers: dict[str, str]  # of the answer; may be extended
     traceparent: str = ""  # the caller's span; empty: none
+    key: SecretStr | None = None  # for servers that get the client's key
     idempotency_key: str | None = None  # a stored response with this key is created once
 
     def report_prefix(self, turn: Turn) -> None:
@@ -142,6 +144,7 @@ class VendorEndpoint(Endpoint):
         )
         self.gives = offer.gives
         self._core = core
+        self._forwards_keys = any(one.forward_client_key for one in core.config.servers)
         self._error_body = error_body
 
     async def _answer(self, request: Request) -> Response:
@@ -160,8 +163,11 @@ class VendorEndpoint(Endpoint):
         tenant, span = self._core.tenant(api_key_of(request)), _span(request)
         if span is not None and (sampler := self._core.sessions.sampler) is not None:
             span = sampler.judged(span)
-        key = idempotency_key_of(request)
-        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key)
+        key = None
+        if self._forwards_keys and (given := api_key_of(request)):
+            key = SecretStr(given)
+        once = idempotency_key_of(request)
+        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key, once)
         arguments = await self._arguments(request)
         result = self._verb(**arguments, caller=caller)
         if inspect.isawaitable(result):

@@ -337,6 +337,7 @@ class Messages:
                 program=caller.program or user,
                 traceparent=caller.traceparent,
                 request_id=caller.request_id,
+                client_key=caller.key,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 calls=rules_of(request),

@@ -128,7 +128,7 @@ class EmbeddingsApi:
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         embeddings, num_tokens = await self._direct.embed(
-            caller.tenant, request.model, given, caller.traceparent, caller.request_id
+            caller.tenant, request.model, given, caller.traceparent, caller.request_id, caller.key
         )
         return await _written(request, embeddings, num_tokens)
 

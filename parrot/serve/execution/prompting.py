@@ -73,6 +73,7 @@ def open_request(
         step_growth=attempt.share.step_growth,
         traceparent=completion.traceparent,
         request_id=completion.options.request_id,
+        client_key=completion.options.client_key,
         conversation=run.conversation,
         context_id=context.id,
         fills=prompt.fills,

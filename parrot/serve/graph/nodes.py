@@ -334,6 +334,7 @@ class CallOptions:
     prediction: str = ""  # Text that the output may repeat.
     traceparent: str = ""  # The caller's span. Empty: the session's span.
     request_id: str = ""  # Of the client's request, for a foreign server.
+    client_key: str = field(default="", repr=False)  # For a foreign server. Not journaled.
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    SecretStr,
     Tag,
     TypeAdapter,
     model_validator,
@@ -431,7 +432,9 @@ class Asked(NamedTuple):
     request: ResponseRequest
     program: str | None
     traceparent: str
-    request_id: str = ""  # Not journaled.
+    # Not journaled.
+    request_id: str = ""
+    client_key: SecretStr | None = None
 
     def fields(self) -> dict[str, Any]:
         """The JSON form, which `of` reads."""

@@ -74,7 +74,8 @@ class Responses:
                 return self._repeat_answer(known, request)
         record = self._record(request, caller.tenant)
         record.idempotency_key = once
-        asked = Asked(request, program_of(request, caller), caller.traceparent, caller.request_id)
+        program = program_of(request, caller)
+        asked = Asked(request, program, caller.traceparent, caller.request_id, caller.key)
         turn, parser = self._submit(asked, record)
         caller.report_prefix(turn)
         sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
@@ -122,6 +123,7 @@ class Responses:
                 program=asked.program,
                 traceparent=asked.traceparent,
                 request_id=asked.request_id,
+                client_key=asked.client_key,
                 criteria=request.effective_criteria,
                 deadline=request.deadline,
                 chain=request.chain(),
