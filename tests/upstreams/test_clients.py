@@ -1,0 +1,63 @@
+"""The recorded requests of clients, to a ServeCore in front of another one.
+
+`tests/foreign` has servers of other makers, and `tests/gateway/vendors` the recordings."""
+
+import aiohttp
+import pytest
+
+from parrot.serve.config import CoreConfig
+from parrot.serve.core import ServeCore
+from parrot.server.app import create_app
+from parrot.utils.config import parse_config
+from tests.gateway.vendors.scripted import KEY, scripted_core
+from tests.gateway.vendors.test_transcripts import TRANSCRIPTS, go_away, send
+from tests.gateway.vendors.transcripts import GivenIds, lacks, shape_of
+from tests.support.app_server import serve_app
+from tests.upstreams.conftest import Client
+
+CLIENTS = [
+    "anthropic",
+    "claude_code",
+    "codex",
+    "langchain",
+    "openai2",
+    "openai3",
+    "openai_agents",
+    "opencode",
+    "pydantic_ai",
+    "qwen_code",
+]
+# ServeCore has no tokenizer in front of a server. Unknown fields are the server's to refuse.
+WITHOUT = {"prompts of tokens", "count tokens", "errors"}
+
+
+@pytest.mark.parametrize("name", CLIENTS)
+async def test_a_client_gets_what_the_server_gives(name: str) -> None:
+    told = TRANSCRIPTS[name]
+    requests = [request for request in told["requests"] if request["feature"] not in WITHOUT]
+    assert requests
+    ids = GivenIds()
+    async with (
+        scripted_core(max_text=10**8) as (behind, engine),
+        serve_app(create_app(behind)) as server,
+    ):
+        key = {"instance": {"api_key": KEY}}
+        keys = {"api_keys": [KEY], "session_quota": {"text_bytes": told["max_text"]}}
+        given = {"servers": [{"url": f"{server}/v1", "engine": key}], **keys}
+        core = ServeCore(parse_config(CoreConfig, given, "test"))
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with (
+            serve_app(create_app(core)) as url,
+            aiohttp.ClientSession(url, headers=headers) as http,
+        ):
+            await Client(http, core).until_served("tiny")
+            for request in requests:
+                if request["is_gone"]:
+                    await go_away(http, request, ids, engine)
+                    continue
+                async with send(http, request, ids) as response:
+                    answer = await response.text()
+                    assert response.status == request["status"], (request, answer)
+                    assert lacks(shape_of(answer), request["answer"]) == [], (request, answer)
+                    ids.note(answer)
+            core.check_integrity()
