@@ -41,7 +41,7 @@ _MAX_SHARED_TOKENS = 1 << 15
 # The fields of specs that the kernels handle.
 _HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
-    *("names", "tie_embeddings", "final_norm"),
+    *("names", "other_names", "tie_embeddings", "final_norm"),
     *("embed_scale", "logit_scale", "logit_softcap"),  # `Decoder` handles these.
 )
 _HANDLED_BY_ATTENTION = (

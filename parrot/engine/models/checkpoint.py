@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -92,6 +93,11 @@ class Checkpoint:
         """See `DecoderSpec.for_length`."""
         return replace(self, spec=self.spec.for_length(max_seq_len))
 
+    def padded(self) -> "Checkpoint | None":
+        """See `DecoderSpec.padded`."""
+        spec = self.spec.padded()
+        return None if spec is None else replace(self, spec=spec, plans=tensor_plans(spec))
+
     def take(
         self, name: str, device: torch.device = _CPU, part: Part | None = None
     ) -> torch.Tensor:
@@ -107,7 +113,7 @@ class Checkpoint:
             source = self.tensors.get(plan.source, device)
             self._check(plan, source, None)
             tensor = plan.of(source)
-            tensor = tensor.contiguous() if part is None else part.of(tensor)
+            tensor = tensor.contiguous() if part is None else _unordered(plan, part).of(tensor)
         return plan.ordered(tensor)
 
     def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
@@ -132,11 +138,18 @@ class Checkpoint:
 
 def _source_part(plan: TensorPlan, part: Part | None) -> Part | None:
     """The part of the source that has `part` of the tensor; None for the whole source."""
-    if plan.source_shape == plan.shape:
-        return part
-    assert part is None or part.dim == 0, (plan, part)
-    start, stop = (0, plan.shape[0]) if part is None else (part.start, part.stop)
-    return Part(0, plan.first + start, plan.first + stop, plan.source_shape[0])
+    if part is None:
+        part = Part(0, 0, plan.shape[0], plan.shape[0])
+        if plan.in_source(plan.shape[0], 0) == plan.source_shape[0]:
+            return None
+    own, first = _unordered(plan, part), plan.first if part.dim == 0 else 0
+    return Part(part.dim, first + own.start, first + own.stop, plan.source_shape[part.dim])
+
+
+def _unordered(plan: TensorPlan, part: Part) -> Part:
+    """The part before `plan.ordered`."""
+    start, stop = plan.in_source(part.start, part.dim), plan.in_source(part.stop, part.dim)
+    return Part(part.dim, start, stop, plan.in_source(part.size, part.dim))
 
 
 class SafetensorsFolder:
@@ -229,10 +242,7 @@ def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkp
 def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     if dummy and model in KNOWN_SHAPES:
         config = KNOWN_SHAPES[model]
-        vocab_size = int(config["vocab_size"])
-        return _checkpoint(
-            model, config, None, lambda: word_tokenizer(vocab_size), DefaultSampling(), seed
-        )
+        return _checkpoint(model, config, None, word_tokenizer, DefaultSampling(), seed)
     path = _locate(model)
     if path.is_file():
         file = GGUFFile(path)
@@ -242,7 +252,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
             str(path),
             file.config,
             tensors,
-            lambda: gguf_tokenizer(file.metadata, str(path)),
+            lambda _: gguf_tokenizer(file.metadata, str(path)),
             sampling.over(EMBEDDED_SAMPLING) if model == EMBEDDED else sampling,
             seed,
         )
@@ -253,7 +263,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
         str(path),
         config,
         None if dummy else SafetensorsFolder(path),
-        lambda: _folder_or_word_tokenizer(path, config, dummy),
+        lambda size: _folder_or_word_tokenizer(path, {**config, "vocab_size": size}, dummy),
         folder_sampling(path),
         seed,
     )
@@ -278,11 +288,14 @@ def _checkpoint(
     source: str,
     config: HFConfig,
     tensors: TensorSource | None,
-    load_tokenizer: Callable[[], TokenizerResponse],
+    load_tokenizer: Callable[[int], TokenizerResponse],
     default_sampling: DefaultSampling,
     seed: int,
 ) -> Checkpoint:
+    """`load_tokenizer` gets the number of the model's tokens."""
     spec = spec_from_config(config, source)
+    if tensors is not None:
+        spec = _with_names_of(spec, tensors)
     plans = tensor_plans(spec)
     shapes = source_shapes(plans)
     tensors = RandomTensors(shapes, seed) if tensors is None else tensors
@@ -290,7 +303,16 @@ def _checkpoint(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
-    return Checkpoint(source, config, spec, plans, tensors, load_tokenizer, default_sampling)
+    read_tokenizer = partial(load_tokenizer, spec.vocab_size)
+    return Checkpoint(source, config, spec, plans, tensors, read_tokenizer, default_sampling)
+
+
+def _with_names_of(spec: DecoderSpec, tensors: TensorSource) -> DecoderSpec:
+    """The spec with the first names whose embeddings exist."""
+    for names in (spec.names, *spec.other_names):
+        if f"{names.embed}.weight" in tensors:
+            return replace(spec, names=names)
+    return spec
 
 
 def _folder_or_word_tokenizer(folder: Path, config: HFConfig, dummy: bool) -> TokenizerResponse:

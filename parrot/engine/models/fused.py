@@ -64,11 +64,11 @@ def make_forward(model: Decoder, max_positions: int) -> Forward:
 
 _HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
-    *("names", "tie_embeddings"),
+    *("names", "other_names", "tie_embeddings"),
 )
 _HANDLED_BY_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm", "qkv_bias", "o_bias"),
-    *("scale", "softcap", "window"),  # `TritonAttention` handles these.
+    *("scale", "softcap", "window", "unpadded_dim"),  # `TritonAttention` handles these.
 )
 
 

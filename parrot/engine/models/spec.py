@@ -23,13 +23,13 @@ class RopeSpec:
     # "longrope" and "factors" (GGUF files) divide each frequency by a factor of its own.
     kind: RopeKind = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict)  # Parameters of `kind`.
-    partial: float = 1.0  # The share of a head's dimensions that rotate: the first ones.
+    num_rotated: int | None = None  # The first dimensions of a head that rotate; None: all.
     interleaved: bool = False  # Pairs are dimensions 2i and 2i + 1, otherwise i and i + half.
     amplitude: float = 1.0  # Factor of cosines and sines.
 
     def rotated(self, head_dim: int) -> int:
         """The number of dimensions that rotate."""
-        return int(head_dim * self.partial)
+        return head_dim if self.num_rotated is None else self.num_rotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +92,16 @@ class AttentionSpec:
     scale: float | None = None  # Factor of scores; None: 1 / sqrt(head_dim).
     softcap: float | None = None  # Scores are softcap * tanh(score / softcap).
     window: int | None = None  # Keys that a token attends to, with its own; None: all.
+    # Size of a head in the checkpoint, if heads are padded to `head_dim`; None: `head_dim`.
+    unpadded_dim: int | None = None
+
+    def unpadded(self) -> "AttentionSpec":
+        return replace(self, head_dim=self.unpadded_dim or self.head_dim)
 
     @property
     def rule(self) -> ScoreRule:
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        head_dim = self.unpadded_dim or self.head_dim
+        scale = head_dim**-0.5 if self.scale is None else self.scale
         return ScoreRule(scale, self.softcap, self.window)
 
 
@@ -145,6 +151,7 @@ class DecoderSpec:
     norm: NormSpec = NormSpec()
     ropes: tuple[RopeSpec, ...] = ()
     names: TensorNames = TensorNames()
+    other_names: tuple[TensorNames, ...] = ()  # For checkpoints that do not have `names`.
     final_norm: bool = True
     tie_embeddings: bool = False
     # Row of the learned positions for position 0; None: the model has no learned positions.
@@ -178,6 +185,17 @@ class DecoderSpec:
         # contexts of an engine must have the same frequencies, because they share KV.
         length = min(max_seq_len or self.max_positions, self.max_positions)
         return replace(self, ropes=tuple(_rope_for_length(rope, length) for rope in self.ropes))
+
+    def padded(self) -> "DecoderSpec | None":
+        """The spec with heads of the next power of two, whose last dimensions are zeros.
+
+        None for heads with norms, whose mean would change."""
+        size = self.attention.head_dim
+        if any(layer.attention.qk_norm for layer in self.layers):
+            return None
+        ropes = tuple(replace(rope, num_rotated=rope.rotated(size)) for rope in self.ropes)
+        wide = replace(self, ropes=ropes)
+        return wide.with_attention(head_dim=1 << (size - 1).bit_length(), unpadded_dim=size)
 
     def with_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> "DecoderSpec":
         """`change` gets the index of each layer and the layer."""

@@ -5,7 +5,8 @@ All decoders use the names of Llama's tensors. `TensorNames` has the names of a 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
-from typing import TYPE_CHECKING
+
+import torch
 
 from parrot.engine.models.spec import (
     AttentionSpec,
@@ -14,9 +15,6 @@ from parrot.engine.models.spec import (
     RopeSpec,
     TensorNames,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 OWN = TensorNames()  # The decoder's own names.
 _FIELDS = {getattr(OWN, x.name): x.name for x in fields(OWN)}
@@ -32,34 +30,44 @@ class TensorPlan:
     source_shape: Shape
     shape: Shape
     first: int = 0  # The first row.
+    order_dim: int = 0  # The dimension that `order` applies to.
     # Rows from one head to the next, if the source has the rows of q, k and v by head; else 0.
     head_step: int = 0
     transposed: bool = False  # The source is [inputs, outputs].
-    # The dimensions of a head in the order of the decoder; (): the order of the source.
+    # The dimensions of a head in the order of the decoder, -1 for padding; (): as in the source.
     order: tuple[int, ...] = ()
+    source_head: int = 0  # The number of dimensions of a head in the source, with `order`.
 
     @property
     def is_contiguous(self) -> bool:
         """Whether the tensor is consecutive rows of the source."""
         return not self.head_step and not self.transposed
 
-    def of(self, source: "torch.Tensor") -> "torch.Tensor":
+    def of(self, source: torch.Tensor) -> torch.Tensor:
         """The tensor, before `ordered`."""
         rows = source.t() if self.transposed else source
+        count = self.in_source(self.shape[0], 0)
         if not self.head_step:
-            return rows[self.first : self.first + self.shape[0]]
+            return rows[self.first : self.first + count]
         heads = rows.reshape(-1, self.head_step, *rows.shape[1:])
-        count = self.shape[0] // len(heads)
-        return heads[:, self.first : self.first + count].flatten(0, 1)
+        size = count // len(heads)
+        return heads[:, self.first : self.first + size].flatten(0, 1)
 
-    def ordered(self, tensor: "torch.Tensor") -> "torch.Tensor":
+    def in_source(self, count: int, dim: int) -> int:
+        """The entries of dimension `dim` before `ordered` that become the first `count`."""
+        is_ordered = self.order and dim == self.order_dim
+        return count // len(self.order) * self.source_head if is_ordered else count
+
+    def ordered(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor, or some of its heads, with the dimensions of each head in order."""
         if not self.order:
             return tensor
-        if tensor.shape[-1] == len(self.order):  # Gains of heads.
-            return tensor[..., list(self.order)]
-        heads = tensor.reshape(-1, len(self.order), *tensor.shape[1:])
-        return heads[:, list(self.order)].flatten(0, 1)
+        dim, size = self.order_dim, self.source_head
+        heads = tensor.reshape(*tensor.shape[:dim], -1, size, *tensor.shape[dim + 1 :])
+        zeros = torch.zeros_like(heads.narrow(dim + 1, 0, 1))
+        order = torch.tensor(self.order, device=tensor.device) % (size + 1)
+        padded = torch.cat((heads, zeros), dim + 1)
+        return padded.index_select(dim + 1, order).flatten(dim, dim + 1)
 
 
 def tensor_plans(spec: DecoderSpec) -> dict[str, TensorPlan]:
@@ -92,9 +100,10 @@ def _plans(spec: DecoderSpec) -> Iterator[tuple[str, TensorPlan]]:
         module, _, parameter = name.rpartition(".")
         yield name, TensorPlan(f"{_source(spec.names, module)}.{parameter}", shape, shape)
     for i, layer in enumerate(spec.layers):
-        shapes = _layer_shapes(spec, layer)
-        for name in shapes:
-            yield f"{OWN.layer.format(i=i)}.{name}", _layer_plan(spec, i, name, shapes)
+        unpadded = replace(layer, attention=layer.attention.unpadded())
+        sources = _layer_shapes(spec, unpadded)
+        for name, shape in _layer_shapes(spec, layer).items():
+            yield f"{OWN.layer.format(i=i)}.{name}", _layer_plan(spec, i, name, shape, sources)
 
 
 def _source(names: TensorNames, module: str) -> str:
@@ -102,26 +111,33 @@ def _source(names: TensorNames, module: str) -> str:
     return str(getattr(names, _FIELDS[module]))
 
 
-def _layer_plan(spec: DecoderSpec, index: int, name: str, shapes: dict[str, Shape]) -> TensorPlan:
-    names, attention, shape = spec.names, spec.layers[index].attention, shapes[name]
+def _layer_plan(
+    spec: DecoderSpec, index: int, name: str, shape: Shape, sources: dict[str, Shape]
+) -> TensorPlan:
+    """`sources`: the shapes of the layer's tensors without padding."""
+    names, attention = spec.names, spec.layers[index].attention
     module, _, parameter = name.rpartition(".")
-    source = _source(names, module)
     joined = _joined(names, module)
-    sizes = [shapes[f"{other}.{parameter}"][0] for other in joined]
-    place = joined.index(module)
+    sizes = [sources[f"{other}.{parameter}"][0] for other in joined]
+    place, head_dim = joined.index(module), attention.unpadded().head_dim
     plan = TensorPlan(
-        source=f"{names.layer.format(i=index)}.{source}.{parameter}",
-        source_shape=(sum(sizes), *shape[1:]),
+        source=f"{names.layer.format(i=index)}.{_source(names, module)}.{parameter}",
+        source_shape=(sum(sizes), *sources[name][1:]),
         shape=shape,
         first=sum(sizes[:place]),
+        source_head=head_dim,
     )
     if len(joined) > 1 and names.joins_heads:
-        head_dim = attention.head_dim
         plan = replace(plan, first=place * head_dim, head_step=len(joined) * head_dim)
     if names.transposed and module in _MATRICES and parameter == "weight":
         plan = replace(plan, source_shape=plan.source_shape[::-1], transposed=True)
-    if module in _ROTATED and attention.rope is not None:
-        plan = replace(plan, order=_head_order(spec.ropes[attention.rope], attention.head_dim))
+    if module in _ROTATED:
+        rope = None if attention.rope is None else spec.ropes[attention.rope]
+        dim = 0 if module in _JOINED[0] else len(shape) - 1
+        return replace(plan, order=_head_order(rope, head_dim, attention.head_dim), order_dim=dim)
+    if module == OWN.v or name == f"{OWN.o}.weight":
+        order = _head_order(None, head_dim, attention.head_dim)
+        return replace(plan, order=order, order_dim=0 if module == OWN.v else 1)
     return plan
 
 
@@ -133,21 +149,23 @@ def _joined(names: TensorNames, module: str) -> list[str]:
     return [module]
 
 
-def _head_order(rope: RopeSpec, head_dim: int) -> tuple[int, ...]:
-    """The order in which dimension i of a head rotates with i + head_dim / 2.
+def _head_order(rope: RopeSpec | None, size: int, head_dim: int) -> tuple[int, ...]:
+    """The `size` dimensions of a head in an order in which dimension i rotates with
+    i + head_dim / 2.
 
     Dimensions that do not rotate are last in each half. () is the order of the checkpoint."""
     # q k^T does not change if the dimensions of q and k change places. So all kernels support all
     # kinds of rotations.
-    num_rotated = rope.rotated(head_dim)
-    if num_rotated == head_dim and not rope.interleaved:
+    num_rotated = size if rope is None else rope.rotated(size)
+    if size == head_dim and num_rotated == size and not (rope and rope.interleaved):
         return ()
-    rotated, rest = range(num_rotated), range(num_rotated, head_dim)
-    half = num_rotated // 2
-    firsts, seconds = rotated[:half], rotated[half:]
-    if rope.interleaved:
+    rotated, rest = range(num_rotated), [*range(num_rotated, size)]
+    firsts, seconds = rotated[: num_rotated // 2], rotated[num_rotated // 2 :]
+    if rope is not None and rope.interleaved:
         firsts, seconds = rotated[::2], rotated[1::2]
-    return (*firsts, *rest[: len(rest) // 2], *seconds, *rest[len(rest) // 2 :])
+    free = head_dim // 2 - num_rotated // 2  # Places for `rest` and padding in each half.
+    rest += [-1] * (2 * free - len(rest))
+    return (*firsts, *rest[:free], *seconds, *rest[free:])
 
 
 def _top_shapes(spec: DecoderSpec) -> dict[str, Shape]:

@@ -74,6 +74,8 @@ def load_rank(
         open_tokenizer(config.tokenizer) if config.tokenizer else checkpoint.load_tokenizer()
     )
     checkpoint = checkpoint.for_length(instance.max_seq_len)
+    if device.type == "cuda" and not _is_power_of_two(checkpoint.spec.attention.head_dim):
+        checkpoint = checkpoint.padded() or checkpoint  # The kernels have no other heads.
     use_triton = device.type == "cuda" and _use_triton(instance, checkpoint.spec, device)
     model = _load_decoder(config, checkpoint, device, member)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)

@@ -1,5 +1,6 @@
 """Random tiny models of every architecture against their transformers twins, in float32."""
 
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -10,14 +11,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from parrot.engine.core.steps import PoolSpec
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import ARCHITECTURES, spec_from_config
+from parrot.engine.models.parallel import Partition
 from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
+from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.runner_driver import Context, Driver
@@ -181,7 +185,8 @@ def twin_states(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 
 def test_every_architecture_has_a_tiny_model() -> None:
-    assert {c["architectures"][0] for c in TINY_CONFIGS.values()} == set(ARCHITECTURES)
+    tiny = {c["architectures"][0] for c in TINY_CONFIGS.values()}
+    assert tiny | set(WITH_IMAGES) == set(ARCHITECTURES)
 
 
 def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
@@ -253,6 +258,80 @@ def test_the_layers_with_windows(
 ) -> None:
     spec = spec_from_config(TINY_CONFIGS[family] | change, "x")
     assert [layer.attention.window for layer in spec.layers] == windows
+
+
+WITH_IMAGES = {
+    "Gemma3ForConditionalGeneration": "gemma3",
+    "Mistral3ForConditionalGeneration": "mistral",
+}
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(("architecture", "family"), WITH_IMAGES.items())
+def test_the_language_model_of_a_model_with_images(
+    tmp_path: Path, architecture: str, family: str, prefix: str
+) -> None:
+    folder = make_tiny_model(tmp_path / "model", family)
+    want, _ = build(folder)
+    path = folder / "model.safetensors"
+    tensors = {
+        f"{prefix}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor
+        for name, tensor in load_file(path).items()
+    }
+    if prefix.startswith("language_model.") and "lm_head.weight" in tensors:
+        tensors["language_model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    save_file({**tensors, "vision_tower.weight": torch.zeros(3)}, path)
+    text = {k: v for k, v in TINY_CONFIGS[family].items() if k != "architectures"}
+    nested = {"architectures": [architecture], "text_config": text, "vision_config": {}}
+    nested["tie_word_embeddings"] = text["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(nested))
+    checkpoint = open_checkpoint(str(folder))
+    assert checkpoint.load_tokenizer().vocab_size == text["vocab_size"]
+    decoder = load_decoder(checkpoint, torch.float32, CPU)
+    tokens = list(range(40))
+    logits = []
+    for runner in (want, LogitsRunner(decoder)):
+        driver = Driver(runner)
+        driver.step([(driver.context(tokens), len(tokens))])
+        logits.append(runner.last)
+    torch.testing.assert_close(*logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("phi3", {"hidden_size": 72}),
+        ("stablelm", {"hidden_size": 72, "partial_rotary_factor": 0.5}),
+        ("cohere", {"hidden_size": 72, "num_attention_heads": 6}),
+        ("gpt2", {"n_embd": 72}),
+        ("gpt_neox", {"hidden_size": 72, "rotary_pct": 0.5}),
+        ("llama", {"hidden_size": 72, "attention_bias": True}),
+    ],
+)
+def test_padded_heads_change_nothing(
+    tmp_path: Path, family: str, overrides: dict[str, Any]
+) -> None:
+    """Heads of 12 are stored as heads of 16, alone and divided among ranks."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
+    checkpoint = open_checkpoint(str(folder)).padded()
+    assert checkpoint is not None
+    assert checkpoint.spec.attention.head_dim == 16
+    twin = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    driver = Driver(LogitsRunner(load_decoder(checkpoint, torch.float32, CPU)))
+    context = driver.context(list(range(60)))
+    want = {context.context_id: twin_logits(twin, context.tokens)}
+    check_step(driver, [(context, 50)], want)
+    check_step(driver, [(context, 10)], want)
+    for name in checkpoint.plans:
+        whole = checkpoint.take(name)
+        parts = [Partition(checkpoint.spec, RankGroup(rank, 2)).part(name) for rank in range(2)]
+        if parts[0] is not None and "embed" not in name and "lm_head" not in name:
+            taken = [checkpoint.take(name, part=part) for part in parts]
+            assert torch.equal(whole, torch.cat(taken, parts[0].dim)), name
+
+
+def test_heads_with_norms_are_not_padded() -> None:
+    assert spec_from_config(TINY_CONFIGS["qwen3"], "x").padded() is None
 
 
 @pytest.mark.parametrize("original", [16, 256])

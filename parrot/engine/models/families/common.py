@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from parrot.engine.models.spec import (
@@ -14,6 +14,7 @@ from parrot.engine.models.spec import (
     MlpSpec,
     NormSpec,
     RopeSpec,
+    TensorNames,
 )
 from parrot.utils.config import ConfigError
 
@@ -108,6 +109,29 @@ def gated(
     )
 
 
+def renamed(names: TensorNames, old: str, new: str) -> TensorNames:
+    """`names` with another beginning of the modules that begin with `old`."""
+    changed: dict[str, Any] = {
+        x.name: new + value.removeprefix(old)
+        for x in fields(names)
+        if isinstance(value := getattr(names, x.name), str) and value.startswith(old)
+    }
+    return replace(names, **changed)
+
+
+def text_part(config: HFConfig, build: Callable[[HFConfig], DecoderSpec]) -> DecoderSpec:
+    """The language model of a model that also has images."""
+    text = {**config["text_config"], "architectures": config["architectures"]}
+    if "tie_word_embeddings" in config:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    spec = build(text)
+    inside = renamed(spec.names, "model.", "model.language_model.")
+    old = renamed(
+        renamed(spec.names, "model.", "language_model.model."), "lm_", "language_model.lm_"
+    )
+    return replace(spec, names=inside, other_names=(old,))
+
+
 def with_windows(spec: DecoderSpec, window: Any, slides: Sequence[bool]) -> DecoderSpec:
     """Give a window to the layers for which `slides` is true. No window has all positions."""
     if window is None or int(window) >= spec.max_positions:
@@ -155,24 +179,26 @@ def read_rope(
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
         raise ConfigError(f"rope scaling {kind!r} is not supported; the engine has {known}")
+    head_dim = heads(config).head_dim
     share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    share = float(share or partial)
+    num_rotated = int(head_dim * share)
+    if not 0.0 < share <= 1.0 or num_rotated % 2 or head_dim % 2:
+        raise ConfigError(
+            f"partial_rotary_factor {share} of heads of size {head_dim} is not supported; "
+            "the rotated dimensions must be an even number"
+        )
     rope = RopeSpec(
         theta=float(parameters.get("rope_theta") or config.get("rope_theta") or theta),
         # Dynamic scaling begins after the model's longest context, which the engine never exceeds.
         kind="default" if kind == "dynamic" else kind,
         scaling=parameters,
-        partial=float(share or partial),
+        num_rotated=None if num_rotated == head_dim else num_rotated,
         interleaved=interleaved,
     )
-    head_dim = heads(config).head_dim
-    if not 0.0 < rope.partial <= 1.0 or rope.rotated(head_dim) % 2 or head_dim % 2:
-        raise ConfigError(
-            f"partial_rotary_factor {rope.partial} of heads of size {head_dim} is not supported; "
-            "the rotated dimensions must be an even number"
-        )
     if kind == "yarn":
         return _yarn(rope, config)
-    return _longrope(rope, config, rope.rotated(head_dim)) if kind == "longrope" else rope
+    return _longrope(rope, config, num_rotated) if kind == "longrope" else rope
 
 
 def _yarn(rope: RopeSpec, config: HFConfig) -> RopeSpec:

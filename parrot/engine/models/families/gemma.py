@@ -3,7 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from parrot.engine.models.families.common import gated, read_rope, sliding_layers, with_windows
+from parrot.engine.models.families.common import (
+    gated,
+    read_rope,
+    sliding_layers,
+    text_part,
+    with_windows,
+)
 from parrot.engine.models.spec import (
     DecoderSpec,
     HFConfig,
@@ -22,6 +28,15 @@ _NAMES = TensorNames(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131072,
+}
 _LOCAL, _GLOBAL = 0, 1  # Indices of Gemma 3's ropes.
 
 
@@ -48,6 +63,12 @@ def gemma3(config: HFConfig) -> DecoderSpec:
         return replace(layer, attention=replace(layer.attention, qk_norm="head", rope=rope))
 
     return with_windows(spec.with_layers(change), config.get("sliding_window", 4096), slides)
+
+
+def gemma3_with_images(config: HFConfig) -> DecoderSpec:
+    """The language model of Gemma 3. Its configuration leaves out what is the default."""
+    text = {**_GEMMA3_DEFAULTS, **config["text_config"]}
+    return text_part({"tie_word_embeddings": True, **config, "text_config": text}, gemma3)
 
 
 def _gemma3_ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:

@@ -9,6 +9,7 @@ from parrot.engine.models.families.common import (
     equal_layers,
     heads,
     read_rope,
+    renamed,
     sizes,
 )
 from parrot.engine.models.spec import (
@@ -76,6 +77,7 @@ def gpt2(config: HFConfig) -> DecoderSpec:
         layers=equal_layers(config, LayerSpec(attention, mlp)),
         norm=norm,
         names=_GPT2_NAMES,
+        other_names=(renamed(_GPT2_NAMES, "transformer.", ""),),  # The first releases.
         tie_embeddings=bool(config.get("tie_word_embeddings", True)),
         position_offset=0,
     )

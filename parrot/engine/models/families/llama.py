@@ -2,7 +2,13 @@
 
 from dataclasses import replace
 
-from parrot.engine.models.families.common import gated, read_rope, sliding_layers, with_windows
+from parrot.engine.models.families.common import (
+    gated,
+    read_rope,
+    sliding_layers,
+    text_part,
+    with_windows,
+)
 from parrot.engine.models.spec import DecoderSpec, HFConfig, LayerSpec
 
 _MISTRAL_WINDOW = 4096  # The window of Mistral if the configuration has no key.
@@ -25,6 +31,11 @@ def mistral(config: HFConfig) -> DecoderSpec:
     spec = gated(config)
     window = config.get("sliding_window", _MISTRAL_WINDOW)
     return with_windows(spec, window, [True] * spec.num_layers)
+
+
+def mistral3(config: HFConfig) -> DecoderSpec:
+    """The language model of Mistral Small 3, which also has images."""
+    return text_part(config, mistral)
 
 
 def qwen2(config: HFConfig) -> DecoderSpec:
