@@ -64,9 +64,10 @@ class DirectRequests:
         traceparent: str = "",
         request_id: str = "",
         client_key: SecretStr | None = None,
+        extra: dict[str, Any] | None = None,
     ) -> tuple[list[str], int]:
         """The embedding of each input as base64 of little-endian float32, and the number of tokens
-        of all inputs. `traceparent`: the caller's span."""
+        of all inputs. `traceparent`: the caller's span. `extra`: see `takes_extra`."""
         request = EmbedRequest.model_construct(
             priority=_PRIORITY,
             cache_salt=self._tenants.cache_salt(tenant),
@@ -76,10 +77,16 @@ class DirectRequests:
             request_id=request_id,
             client_key=revealed(client_key),
             inputs=[],
+            extra=extra or None,
         )
         model = self._aliases.get(model, model)
         answers, num_tokens = await self._send_all(tenant, model, given, request)
         return [one for answer in answers for one in answer.embeddings], num_tokens
+
+    def takes_extra(self, model: str) -> bool:
+        """Whether all engines of the model forward further fields to a server."""
+        engines = self._engines(self._aliases.get(model, model))
+        return all("extra" in (one.info.capabilities.features or ()) for one in engines)
 
     async def score(
         self,

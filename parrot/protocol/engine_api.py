@@ -10,6 +10,7 @@ from pydantic import Base64UrlBytes, BaseModel, ConfigDict, Field, field_validat
 from parrot.protocol.fields import (
     Amount,
     BodyText,
+    Credential,
     Id,
     JsonObject,
     Label,
@@ -80,7 +81,7 @@ class JobRequest(InternalPayload):
     step_growth: Quantity | None = Field(None, description="growth of its steps by others")
     traceparent: Label = Field("", description="W3C trace context of the parent span; empty: none")
     request_id: Label = Field("", description="id of the client's request, for a foreign server")
-    client_key: str = Field("", exclude=True, repr=False, description="within one process")
+    client_key: Credential = Field("", exclude=True, repr=False, description="in one process only")
 
 
 class FillRequest(JobRequest, FillPiece):
@@ -205,6 +206,7 @@ class EmbedRequest(JobRequest):
     """Compute an embedding of each input, given as tokens or text. The engine keeps no KV of it."""
 
     inputs: list[TokenIds | BodyText] = Field(min_length=1, max_length=4096)
+    extra: JsonObject | None = Field(None, description="further fields for a foreign server")
 
 
 class EmbedResponse(InternalPayload):

@@ -2,6 +2,7 @@
 builtin engine rejects them. Over real HTTP, with a fake of the server."""
 
 import asyncio
+from base64 import b64decode
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -345,3 +346,18 @@ def test_parrots_own_keys_are_not_sent_to_a_server() -> None:
         create_app(
             ServeCore(parse_config(CoreConfig, {"servers": servers, "api_keys": ["k"]}, "test"))
         )
+
+
+async def test_fields_of_embeddings_reach_the_server(front: Front, builtin: Any) -> None:
+    extra = {"dimensions": 2, "user": "ann", "truncate_prompt_tokens": 5}
+    body = {"input": [[1, 2], [3]], "encoding_format": "base64"} | extra
+    answer = await front.post("/v1/embeddings", body)
+    assert front.sent == {
+        "model": "gpt-fake", "input": [[1, 2], [3]], "encoding_format": "float", **extra
+    }  # fmt: skip
+    assert [len(b64decode(item["embedding"])) for item in answer["data"]] == [8, 8]
+    assert answer["usage"]["prompt_tokens"] == 3
+    for name in ("dimensions", "truncate_prompt_tokens"):
+        body = {"model": "gpt-fake", "input": "x", name: 5}
+        status, answer = await builtin.send("/v1/embeddings", body)
+        assert (status, answer["error"]["param"]) == (400, name)

@@ -307,7 +307,11 @@ class OpenAIService:
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
         async with self._gate.admit(request.priority if self._by_priority else 0):
             answer = await self._upstream.embed(
-                request.inputs, request.traceparent, request.request_id, request.client_key
+                request.inputs,
+                request.traceparent,
+                request.request_id,
+                request.client_key,
+                request.extra,
             )
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(

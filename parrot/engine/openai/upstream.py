@@ -497,9 +497,15 @@ class Upstream:
         traceparent: str = "",
         request_id: str = "",
         client_key: str = "",
+        extra: Mapping[str, Any] | None = None,
     ) -> Embeddings:
         """The embeddings of the inputs. Raises `UnsupportedField` if the server has none."""
-        body = {"model": self._target.model, "input": inputs, "encoding_format": "float"}
+        body = {
+            **(extra or {}),
+            "model": self._target.model,
+            "input": inputs,
+            "encoding_format": "float",
+        }
 
         async def ask() -> Any:
             try:

@@ -7,10 +7,10 @@ from struct import unpack
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
 from parrot.gateway.direct import DirectRequests
-from parrot.gateway.turns import Turns
+from parrot.gateway.turns import Turns, unknown_field
 from parrot.gateway.vendors.chat_completions import MAX_MESSAGES, ChatMessage, template_messages
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer, Wire
 from parrot.gateway.vendors.openai_fields import Ignored, Refused
@@ -88,6 +88,10 @@ def _kind(value: Any) -> str:
 
 
 class EmbeddingRequest(Wire):
+    """Unknown fields are kept for the servers behind engines."""
+
+    model_config = ConfigDict(extra="allow")
+
     model: Name
     input: Annotated[
         Annotated[Text, Tag("text")]
@@ -121,16 +125,35 @@ class EmbeddingsApi:
 
     async def create(self, request: EmbeddingRequest, caller: Caller) -> bytes:
         """Vectors of length 1, in the order of the inputs."""
-        if request.dimensions is not None:
-            text = "`dimensions` is not supported: the model fixes the size of its embeddings"
-            raise UnsupportedField(text, param="dimensions")
+        extra = self._extra(request)
         given: Any = request.input
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             given = [given]
         embeddings, num_tokens = await self._direct.embed(
-            caller.tenant, request.model, given, caller.traceparent, caller.request_id, caller.key
+            caller.tenant,
+            request.model,
+            given,
+            caller.traceparent,
+            caller.request_id,
+            caller.key,
+            extra,
         )
         return await _written(request, embeddings, num_tokens)
+
+    def _extra(self, request: EmbeddingRequest) -> dict[str, Any]:
+        """The fields for the servers behind engines. Raises `UnsupportedField` and
+        `ValidationFailed` for fields that affect the answer, if the model has other engines."""
+        extra = {**(request.model_extra or {}), "dimensions": request.dimensions}
+        extra = {name: value for name, value in extra.items() if value is not None}
+        is_forwarded = self._direct.takes_extra(request.model)
+        if request.dimensions is not None and not is_forwarded:
+            text = "`dimensions` is not supported: the model fixes the size of its embeddings"
+            raise UnsupportedField(text, param="dimensions")
+        if not is_forwarded:
+            for name in extra:
+                raise unknown_field(name)
+            return {}
+        return extra if request.user is None else {**extra, "user": request.user}
 
 
 async def _written(request: EmbeddingRequest, embeddings: Sequence[str], num_tokens: int) -> bytes:
