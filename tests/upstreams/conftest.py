@@ -28,6 +28,7 @@ class Client:
     def __init__(self, http: aiohttp.ClientSession, core: ServeCore) -> None:
         self._http = http
         self.core = core
+        self.retry_after: str | None = None  # Of the last answer.
 
     async def models(self) -> list[str]:
         async with self._http.get("/v1/models") as response:
@@ -36,6 +37,7 @@ class Client:
     async def ask(self, model: str = "gpt-fake", **fields: Any) -> tuple[int, Any]:
         body = chat(model) | fields
         async with self._http.post("/v1/chat/completions", json=body) as response:
+            self.retry_after = response.headers.get("retry-after")
             return response.status, await response.json()
 
     async def said(self) -> str:

@@ -92,7 +92,7 @@ async def test_a_server_that_refuses_all_calls_gives_its_error() -> None:
     async with AsyncExitStack() as stack:
         client = await in_front(stack, fake)
         status, answer = await client.ask()
-        assert status == 429
+        assert (status, client.retry_after) == (429, "1")
         assert "is overloaded (HTTP 429): full" in answer["error"]["message"]
         assert "http://127.0.0.1:" in answer["error"]["message"], "it names the server"
         assert len(fake.bodies) == 5
