@@ -156,6 +156,7 @@ class Turn:
     prefix: str  # how much the prompt shares with the previous one, for a header
     deadline: float | None = None
     is_kept: bool = False  # unfinished answers stay in the session when the request ends
+    is_served: bool = False  # a server renders the conversation itself
 
     def parser(self, *, may_call_many: bool = True) -> AnswerParser:
         """A parser for one answer. Unless it `may_call_many`, calls after the first are dropped."""
@@ -189,6 +190,11 @@ class Turn:
     def logprobs(self, choice: int) -> Logprobs | None:
         """Log probabilities of the answer's tokens so far; None if they are not requested."""
         return self.completions[choice].stats.logprobs
+
+    def extra(self, choice: int) -> Mapping[str, Any]:
+        """The fields of a finished answer of a foreign server that Parrot does not know: those of
+        `answer`, `choice` and `usage`, and of `message` in a list."""
+        return self.completions[choice].stats.extra or {}
 
     def cancel(self) -> None:
         """Cancel the unfinished answers, unless they are kept. Does nothing if the session has
@@ -357,6 +363,7 @@ class Turns:
             target.prefix,
             request.deadline,
             is_kept=target.is_kept,
+            is_served=rendered.conversation is not None,
         )
 
     def _session_of(self, request: TurnRequest, chain: TurnChain) -> Session:

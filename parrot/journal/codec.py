@@ -38,7 +38,11 @@ from parrot.serve.sessions import (
 from parrot.utils.clock import Clock
 
 LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
-_NO_STATS = [(field.name, getattr(RunStats(), field.name)) for field in fields(RunStats)]
+_NO_STATS = [
+    (field.name, getattr(RunStats(), field.name))
+    for field in fields(RunStats)
+    if field.name != "extra"
+]
 _SECRETS = {"session_auth", "session"}
 
 

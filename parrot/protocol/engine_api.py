@@ -197,6 +197,7 @@ class GenerateResponse(InternalPayload):
     stop_string: str | None = Field(None, description="stop string that ended the text")
     usage: Usage
     logprobs: WireLogprobs | None = Field(None, description="of all `generated_ids`, if requested")
+    extra: JsonObject | None = Field(None, description="other fields of a foreign server's answer")
 
 
 PoolingKind = Literal["mean", "last"]

@@ -49,6 +49,8 @@ class FakeOpenAI:
     cache: PrefixCache | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
+    more: dict[str, Any] = field(default_factory=dict)  # fields of each message or delta
+    more_of_answer: dict[str, Any] = field(default_factory=dict)
     hold: asyncio.Event | None = None
     faults: list[Fault] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -128,13 +130,18 @@ class FakeOpenAI:
         return words[:limit], self.finish_reason if limit >= len(words) else "length"
 
     def _usage(self, body: Mapping[str, Any], num_output: int) -> dict[str, Any]:
-        usage = {"prompt_tokens": len(_prompt(body).split()), "completion_tokens": num_output}
+        usage: dict[str, Any] = {
+            "prompt_tokens": len(_prompt(body).split()),
+            "completion_tokens": num_output,
+        }
+        if self.more:
+            usage["completion_tokens_details"] = {"reasoning_tokens": 1}
         if self.cached_tokens is None:
             return usage
         return {**usage, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def _special_deltas(self) -> Iterator[dict[str, Any]]:
-        """Reasoning, and calls of tools, whose arguments come in two parts."""
+        """Reasoning, calls of tools, whose arguments come in two parts, and further fields."""
         for part in self.reasoning.partition(" ")[:2] if self.reasoning else ():
             yield {"reasoning": part}
         for index, call in enumerate(self.calls):
@@ -145,6 +152,8 @@ class FakeOpenAI:
                 ]
             }
             yield {"tool_calls": [{"index": index, "function": {"arguments": arguments[3:]}}]}
+        if self.more:
+            yield self.more
 
     def _enter(self) -> None:
         self.num_open += 1
@@ -158,7 +167,7 @@ class FakeOpenAI:
             words, finish = self._words(body)
             echoed = re.findall(r"\S+\s*", body["prompt"]) if body.get("echo") else []
             text = "".join([*echoed, *words])
-            message = {"role": "assistant", "content": text}
+            message = {"role": "assistant", "content": text, **self.more}
             if self.reasoning:
                 message["reasoning"] = self.reasoning
             if self.calls:
@@ -175,7 +184,8 @@ class FakeOpenAI:
             if echoed and body.get("logprobs"):
                 for field_name in ("token_logprobs", "top_logprobs"):
                     choice["logprobs"][field_name][0] = None
-            return JSONResponse({"choices": [choice], "usage": self._usage(body, len(words))})
+            usage = self._usage(body, len(words))
+            return JSONResponse({"choices": [choice], "usage": usage, **self.more_of_answer})
         finally:
             self.num_open -= 1
 
@@ -195,7 +205,8 @@ class FakeOpenAI:
         try:
             words, finish = self._words(body)
             if is_chat:
-                yield _event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+                first = {"delta": {"role": "assistant", "content": ""}}
+                yield _event({"choices": [first], **self.more_of_answer})
                 for delta in self._special_deltas():
                     yield _event({"choices": [{"delta": delta}]})
             for at, word in enumerate(words):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import orjson
 import pytest
 
 from parrot.journal.log import Journal
@@ -361,3 +362,27 @@ async def test_fields_of_embeddings_reach_the_server(front: Front, builtin: Any)
         body = {"model": "gpt-fake", "input": "x", name: 5}
         status, answer = await builtin.send("/v1/embeddings", body)
         assert (status, answer["error"]["param"]) == (400, name)
+
+
+async def test_unknown_fields_of_an_answer_reach_the_client(front: Front) -> None:
+    note = {"type": "url_citation", "url": "https://h"}
+    front.fake.more = {"annotations": [note], "audio": {"id": "a", "data": "QQ=="}}
+    front.fake.more_of_answer = {"citations": ["https://h"], "model": "other"}
+    front.fake.reasoning, front.fake.stop_reason = "Hm. ", None
+    answer = await front.chat()
+    message = answer["choices"][0]["message"]
+    assert {name: message[name] for name in front.fake.more} == front.fake.more
+    assert message["reasoning"] == message["reasoning_content"] == "Hm. "
+    assert (answer["citations"], answer["model"]) == (["https://h"], "gpt-fake")
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True, "model": "gpt-fake"}
+    options = {"stream_options": {"include_usage": True}}
+    async with front.http.post(CHAT, json=body | options) as response:
+        lines = (await response.text()).split("\n\n")
+    chunks = [orjson.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert front.fake.more in deltas
+    assert "".join(delta.get("content") or "" for delta in deltas) == "one two three"
+    assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Hm. "
+    assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
+    assert chunks[-1]["citations"] == ["https://h"]

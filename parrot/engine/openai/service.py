@@ -25,6 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.core.steps import StepCostFit
 from parrot.engine.openai.contexts import ContextTurn, TextContext, TextContexts
+from parrot.engine.openai.extra import AnswerExtra
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.server_load import LoadWatch
 from parrot.engine.openai.upstream import Backoff, Upstream, retries_temporary
@@ -508,6 +509,7 @@ class OpenAIService:
             conversation=request.conversation,
         )
         writer = None if request.conversation is None else AnswerWriter()
+        extra = AnswerExtra()
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
                 self.answered_at = self._clock.now()
@@ -515,6 +517,7 @@ class OpenAIService:
                 stop_string = chunk.stop_string or stop_string
                 counted = chunk.usage or counted
                 logprobs.add(chunk.logprobs)
+                extra.add(chunk)
                 text = chunk.text if writer is None else chunk.written(writer)
                 if text and stream and not texts:
                     first_text = self._clock.now()
@@ -539,6 +542,7 @@ class OpenAIService:
             stop_string=stop_string,
             usage=usage,
             logprobs=logprobs.of_text(text),
+            extra=extra.fields(),
         )
 
 

@@ -8,7 +8,7 @@ from math import hypot, isfinite
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
@@ -229,7 +229,12 @@ def _response_format(dialect: Dialect, schema: dict[str, Any] | str) -> dict[str
     return {"type": "json_schema", "json_schema": named}
 
 
+_OPEN = ConfigDict(extra="allow")  # Unknown fields are kept for the client.
+
+
 class _Message(BaseModel):
+    model_config = _OPEN
+
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
@@ -238,6 +243,8 @@ class _Message(BaseModel):
 
 
 class _Choice(BaseModel):
+    model_config = _OPEN
+
     text: str | None = None
     message: _Message | None = None
     delta: _Message | None = None
@@ -251,6 +258,8 @@ class _PromptDetails(BaseModel):
 
 
 class WireUsage(BaseModel):
+    model_config = _OPEN
+
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prompt_tokens_details: _PromptDetails | None = None
@@ -263,6 +272,8 @@ class WireUsage(BaseModel):
 
 class ServerAnswer(BaseModel):
     """A complete answer, or one chunk of a stream."""
+
+    model_config = _OPEN
 
     choices: list[_Choice] = []
     usage: WireUsage | None = None

@@ -45,6 +45,7 @@ from parrot.gateway.vendors.parts import (
     stream_parts,
     whole_parts,
 )
+from parrot.gateway.vendors.served import add_missing, add_to_answer, add_to_choice
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
@@ -298,9 +299,12 @@ class ChatCompletions:
                 }
             )
         usage = usage_of(answers, len(answers))
-        return orjson.dumps(
-            frame | {"object": "chat.completion", "choices": choices, "usage": usage}
-        )
+        whole = frame | {"object": "chat.completion", "choices": choices, "usage": usage}
+        if turn.is_served:
+            for i, choice in enumerate(choices):
+                add_to_choice(choice, turn.extra(i))
+            add_to_answer(whole, turn.extra(0))
+        return orjson.dumps(whole)
 
     async def _chunks(
         self, turn: Turn, frame: Json, request: ChatRequest
@@ -309,7 +313,7 @@ class ChatCompletions:
         frame = frame | {"object": "chat.completion.chunk"}
         if wants_usage:
             frame["usage"] = None
-        streams = [_Stream(frame, i) for i in range(len(turn.completions))]
+        streams = [_Stream(turn, frame, i) for i in range(len(turn.completions))]
         parsers = [_parser(turn, request) for _ in streams]
         ended: list[VarGetResponse] = []
         last: list[Event] = []
@@ -325,8 +329,10 @@ class ChatCompletions:
                     else:
                         last = chunks
             if wants_usage:
-                usage = usage_of(ended, len(ended))
-                last.append((None, frame | {"choices": [], "usage": usage}))
+                whole = frame | {"choices": [], "usage": usage_of(ended, len(ended))}
+                if turn.is_served:
+                    add_to_answer(whole, turn.extra(0))
+                last.append((None, whole))
             yield [*last, (None, "[DONE]")]
         except ParrotError as error:
             if not any(stream.has_begun for stream in streams):
@@ -337,7 +343,8 @@ class ChatCompletions:
 class _Stream:
     """The chunks of one choice."""
 
-    def __init__(self, frame: Json, index: int) -> None:
+    def __init__(self, turn: Turn, frame: Json, index: int) -> None:
+        self._turn = turn
         self.answer = WholeAnswer()
         self.has_begun = False
         self._frame = frame
@@ -352,7 +359,13 @@ class _Stream:
             if isinstance(part, Likelihoods):
                 self._entries += part.entries
             elif isinstance(part, AnswerEnd):
-                yield self._chunk({}, _finish_reason(self.answer, part.value))
+                end = self._chunk({}, _finish_reason(self.answer, part.value))
+                if self._turn.is_served:
+                    extra = self._turn.extra(self._index)
+                    yield from map(self._chunk, extra.get("message", ()))
+                    add_missing(end["choices"][0], extra.get("choice", {}))
+                    add_missing(end, extra.get("answer", {}))
+                yield end
             else:
                 yield from self._delta(part)
                 self.answer.add(part)
@@ -362,7 +375,10 @@ class _Stream:
             call = {"index": len(self.answer.calls)} | _tool_call(part)
             yield self._chunk({"tool_calls": [call]})
         elif isinstance(part, ReasoningDelta):
-            yield self._chunk({"reasoning_content": part.reasoning})
+            delta = {"reasoning_content": part.reasoning}
+            if self._turn.is_served:
+                delta["reasoning"] = part.reasoning  # vLLM's name
+            yield self._chunk(delta)
         elif part.text:
             yield self._chunk({"content": part.text})
 

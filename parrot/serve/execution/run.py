@@ -231,6 +231,7 @@ class Run(CompletionTask):
         stats.drafted_tokens, stats.accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         stats.decode_s = usage.decode_s if usage.steps else None
         stats.finish_reason = outcome.response.finish_reason
+        stats.extra = outcome.response.extra
         stats.stop_string = outcome.response.stop_string
         if usage.output_tokens:
             self.used = (usage.computed_tokens, usage.output_tokens)

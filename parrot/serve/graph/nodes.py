@@ -316,6 +316,7 @@ class RunStats:
     is_reused: bool = False  # The result of an identical call was used, and nothing was computed.
     logprobs: Logprobs | None = None  # Of the output tokens so far, if they were requested.
     comes_whole: str = ""  # The reason why the text is not streamed although a reader asks for it.
+    extra: dict[str, Any] | None = None  # Other fields of a foreign server's answer. Not journaled.
     used_tokens: int = 0  # Prompt and output tokens, without tokens counted before a withdrawal.
 
 
