@@ -16,6 +16,7 @@ from parrot.protocol.errors import (
     ModelNumerics,
     ParrotError,
     PromptTooLong,
+    QuotaExceeded,
     Unavailable,
 )
 from parrot.protocol.sampling import Logprobs
@@ -28,7 +29,9 @@ from parrot.serve.tenants.table import TenantTable
 Input = list[int] | str
 """Token ids; text for engines whose contexts are text."""
 
-_MAX_FAILED = 3  # Failed attempts after which the request fails.
+_MAX_FAILED = 4  # Failed attempts after which the request fails.
+# Seconds to wait if all engines are full: without a `Retry-After`, and at most.
+_PAUSE_S, _MAX_PAUSE_S = 0.5, 60.0
 _MAX_INPUTS = 64  # Inputs per request to an engine.
 _MAX_UNITS = 65_536  # Tokens or characters per request to an engine, except for one longer input.
 _PRIORITY = 2**30  # Lower than that of all calls, so long texts are computed in small chunks.
@@ -200,6 +203,9 @@ class DirectRequests:
                 is_final = isinstance(error, InvalidRequest | ModelNumerics)
                 if is_final or len(failed) == _MAX_FAILED or not self._engines(model):
                     raise final_error(engine, error) from None
+                if isinstance(error, QuotaExceeded) and len(failed) >= len(self._engines(model)):
+                    given_s = error.retry_after_s
+                    await asyncio.sleep(_PAUSE_S if given_s is None else min(given_s, _MAX_PAUSE_S))
             else:
                 return answer
 

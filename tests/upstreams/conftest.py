@@ -47,6 +47,14 @@ class Client:
         text: str = answer["choices"][0]["message"]["content"]
         return text
 
+    async def embedded(self, text: str) -> int:
+        """The number of embeddings of a text."""
+        body = {"model": "gpt-fake", "input": text}
+        async with self._http.post("/v1/embeddings", json=body) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+            return len(answer["data"])
+
     async def events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Any]:
         async with self._http.post(path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()

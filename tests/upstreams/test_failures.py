@@ -98,6 +98,14 @@ async def test_a_server_that_refuses_all_calls_gives_its_error() -> None:
         assert len(fake.bodies) == 5
 
 
+async def test_embeddings_wait_for_a_full_server() -> None:
+    fake = FakeOpenAI(faults=[Fault(429, OVERLOADED, {"retry-after": "0.1"})] * 3)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, fake)
+        assert await client.embedded("abc") == 1
+        assert len(fake.bodies) == 4
+
+
 async def test_a_server_error_is_tried_on_another_server() -> None:
     broken = FakeOpenAI(faults=[Fault(500, {"error": {"message": "bad GPU"}})] * 99)
     async with AsyncExitStack() as stack:
@@ -188,6 +196,37 @@ async def test_a_completion_that_was_cut_off_is_continued(process: FakeProcess) 
         assert text.endswith("the end")
         (body,) = other.bodies
         assert body["prompt"] == "x" + text.removesuffix("the end")
+
+
+@pytest.mark.parametrize("started_at", [1.0, 2.0])
+async def test_a_server_that_was_restarted_is_known_by_its_start_time(started_at: float) -> None:
+    """Its cache is empty, so its engine and the prefixes of that engine are forgotten."""
+    fake = FakeOpenAI(owned_by="vllm", told={"/metrics": _metrics(1.0)})
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, fake)
+        (engine,) = client.core.fleet
+        await client.said()
+        async with asyncio.timeout(20):
+            while _num_waiting(client) != 0:  # noqa: ASYNC110 - the first metrics were read
+                await asyncio.sleep(0.01)
+            fake.told["/metrics"] = _metrics(started_at, num_waiting=7)
+            while _num_waiting(client) != 7:  # noqa: ASYNC110 - the new metrics were read
+                await asyncio.sleep(0.01)
+            while engine.is_alive and started_at != 1.0:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert engine.is_alive == (started_at == 1.0)
+        assert await client.said() == fake.reply
+
+
+def _metrics(started_at: float, num_waiting: int = 0) -> str:
+    running = 'vllm:num_requests_running{engine="0"} 0.0\n'
+    waiting = f'vllm:num_requests_waiting{{engine="0"}} {num_waiting}.0\n'
+    return f"process_start_time_seconds {started_at}\n{running}{waiting}"
+
+
+def _num_waiting(client: Client) -> int | None:
+    loads = [e.runtime.server_load for e in client.core.fleet if e.runtime is not None]
+    return loads[0].num_waiting if loads and loads[0] is not None else None
 
 
 # A server that hangs
