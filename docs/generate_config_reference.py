@@ -11,6 +11,8 @@ which ends with `<!-- end -->`:
     <!-- clients -->            what each tested client has done
     <!-- wire -->               the request fields of each API, and how Parrot treats them
     <!-- servers -->            what each tested inference server supports
+    <!-- architectures -->      the architectures of the builtin engine
+    <!-- shapes -->             the memory that well-known models need
     <!-- commands -->           the arguments and options of each command of `parrot`
 """
 
@@ -22,6 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer.main
 from prometheus_client.core import Metric
 from pydantic import BaseModel
@@ -35,7 +38,11 @@ from parrot.engine.app import create_app as engine_app
 from parrot.engine.core.steps import SUPPORTED_SAMPLING
 from parrot.engine.http_server import engine_options
 from parrot.engine.metrics import EngineMetrics
+from parrot.engine.models.families import ARCHITECTURES, spec_from_config
+from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.models.tensors import num_weights
 from parrot.engine.openai.dialects import DIALECTS
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.sim import SimService
 from parrot.gateway.vendors.chat_completions import ChatRequest
 from parrot.gateway.vendors.completions import CompletionRequest
@@ -92,10 +99,13 @@ REFUSED = {
     "messages": {"container", "inference_geo", "mcp_servers", "speed"},
 }
 _BLOCK = re.compile(
-    r"(<!-- (fields|metrics|rules|clients|wire|servers|commands)(?:: (\w+))? -->\n)"
+    r"(<!-- (fields|metrics|rules|clients|wire|servers|architectures|shapes|commands)"
+    r"(?:: (\w+))? -->\n)"
     r".*?(<!-- end -->)",
     re.DOTALL,
 )
+GIB = 1 << 30
+FREE_GIB = (23, 45, 79, 140)  # Free memory of GPUs with 24, 48, 80 and 141 GB.
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 _ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
 
@@ -294,6 +304,10 @@ def _block(kind: str, of: str) -> str:
             return clients_table()
         case "wire":
             return fields_table()
+        case "architectures":
+            return architectures_table()
+        case "shapes":
+            return shapes_table()
         case "commands":
             return commands_sections()
         case _:
@@ -375,6 +389,26 @@ def clients_table() -> str:
     head = ["client", *features]
     rows = [[_versions(one["versions"]), *_passes(one, features)] for one in told.values()]
     return _plain_table(head, rows)
+
+
+def architectures_table() -> str:
+    rows = [[f"`{name}`", found.models] for name, found in sorted(ARCHITECTURES.items())]
+    return _plain_table(["architecture", "models"], rows)
+
+
+def shapes_table() -> str:
+    """The memory of models in bfloat16, with the heads that the kernels store."""
+    rows = []
+    for name, config in KNOWN_SHAPES.items():
+        spec = spec_from_config(config, name)
+        if spec.attention.head_dim.bit_count() > 1:
+            spec = spec.padded() or spec
+        weights, token = 2 * num_weights(spec), KVLayout.of(spec, 1, torch.bfloat16).block_bytes
+        tokens = [int((free * GIB - weights) * 0.9) // token for free in FREE_GIB]
+        cells = [f"{count // 1000:,}k" if count > 0 else "-" for count in tokens]
+        rows.append([name, f"{weights / GIB:.1f} GiB", f"{token / 1024:.0f} KiB", *cells])
+    free = [f"tokens in {free} GiB" for free in FREE_GIB]
+    return _plain_table(["model", "weights", "KV per token", *free], rows)
 
 
 def servers_table() -> str:

@@ -587,6 +587,7 @@ class RunnerService:
             engine_name=config.engine_name,
             model=config.served_model,
             device=f"{core.info.num_ranks} x {device}" if (device := core.info.device) else "",
+            architecture=core.info.architecture,
             tokenizer=config.tokenizer or config.model,
             tokenizer_id=core.language.tokenizer_id,
             host=config.host,

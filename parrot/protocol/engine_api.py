@@ -450,6 +450,7 @@ class EngineInfo(InternalPayload):
     engine_name: Name
     model: Path
     device: Label = Field("", description="name of the device; empty: unknown")
+    architecture: Label = Field("", description="as in config.json; empty: unknown")
     tokenizer: Path = ""
     tokenizer_id: Label | None = None
     host: Path

@@ -468,6 +468,7 @@ class ModelCard(Answer):
     default_sampling: DefaultSampling | None = Field(
         None, description="Values of fields that requests leave null. null: unknown."
     )
+    architecture: str | None = Field(None, description="As in config.json. null: unknown.")
     type: Literal["model"] = "model"
 
     @computed_field

@@ -314,6 +314,7 @@ def fake_engine(
         engine_type=EngineType.SIM,
         engine_name=name,
         model=model,
+        architecture="" if text else "LlamaForCausalLM",
         tokenizer_id=None if payload is None else tokenizer_id_of(payload),
         host="127.0.0.1",
         port=9001,

@@ -222,8 +222,7 @@ class ContextTree:
 
     def num_blocks_needed(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would allocate."""
-        grow = max(0, self.pool.blocks_for(end) - len(context.block_ids))
-        return grow + self.must_copy(context)
+        return max(0, self.pool.blocks_for(end) - len(context.block_ids)) + self.must_copy(context)
 
     def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
         """Make positions [num_computed, end) writable.

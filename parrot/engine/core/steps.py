@@ -235,6 +235,7 @@ class RunnerInfo:
     block_bytes: int = 0
     num_ranks: int = 1  # Processes among which the runner is divided.
     device: str = ""  # Name of the device; empty if not known.
+    architecture: str = ""  # The model's, as config.json names it; empty if not known.
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.parallel import Part, Partition
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
-from parrot.engine.models.tensors import TensorPlan, num_weights, source_shapes, tensor_plans
+from parrot.engine.models.tensors import TensorPlan, source_shapes, tensor_plans
 from parrot.engine.models.tokenizers import (
     folder_tokenizer,
     gguf_tokenizer,
@@ -48,7 +48,6 @@ EMBEDDED = "embedded"
 _DUMMY_STD = 0.02  # Standard deviation of random weights.
 _CPU = torch.device("cpu")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-GIB = 1 << 30
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
@@ -395,8 +394,6 @@ def load_decoder(
     With `four_bit`, 4-bit weights of the checkpoint are also kept as they are, and used where this
     is faster. `dtype` must then be bfloat16. `shard`: load only one rank's part."""
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
-    if device.type == "cuda":
-        _require_memory(checkpoint.source, spec, dtype, device)
 
     def part(name: str) -> Part | None:
         return None if shard is None else shard.part(name)
@@ -416,15 +413,3 @@ def load_decoder(
     torch.set_num_threads(num_threads)  # New threads inherit the number, so restore it.
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder
-
-
-def _require_memory(
-    source: str, spec: DecoderSpec, dtype: torch.dtype, device: torch.device
-) -> None:
-    free, total = torch.cuda.mem_get_info(device)
-    need = num_weights(spec) * dtype.itemsize
-    if need > free:
-        raise ConfigError(
-            f"{source} does not fit: its weights take {need / GIB:.1f} GiB as {dtype}, "
-            f"and of the {total / GIB:.1f} GiB of {device} {free / GIB:.1f} are free"
-        )

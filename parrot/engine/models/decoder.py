@@ -16,11 +16,12 @@ from parrot.engine.models.layers import (
     Linear,
     Norm,
     RMSNorm,
+    Rope,
     make_linear,
+    rotate_,
 )
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
-from parrot.engine.models.rope import Rope, rotate_
-from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
+from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
 from parrot.engine.models.tensors import OWN, num_weights
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -77,6 +78,7 @@ class DecoderLayer:
     mlp_norm: Norm | None
     mlp_out_norm: Norm | None
     qk_norm: QKNorm | WidthNorm | None
+    is_plain: bool  # The norms and sums are those of Llama.
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -102,6 +104,24 @@ class DecoderLayer:
         """x [rows, hidden] -> [rows, hidden], or only the rows `rows`.
 
         `angles`: of each of the decoder's ropes."""
+        if not self.is_plain:
+            return self._other(x, angles, attend, rows)
+        assert self.attn_norm is not None
+        assert self.mlp_norm is not None
+        attended = self._attended(self.attn_norm(x), angles, attend)
+        if rows is not None:
+            attended, x = attended.index_select(0, rows), x.index_select(0, rows)
+        x = self.out(attended, x)
+        return self.mlp(self.mlp_norm(x), x)
+
+    def _other(
+        self,
+        x: torch.Tensor,
+        angles: Sequence[Angles],
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `__call__`."""
         after_sum = self.spec.norms.after_sum
         normed = x if after_sum else _normed(self.attn_norm, x)
         attended = self._attended(normed, angles, attend)
@@ -307,6 +327,7 @@ def _build_layer(
         mlp_norm=norm(OWN.mlp_norm, exists=norms.mlp),
         mlp_out_norm=norm(OWN.mlp_out_norm, exists=norms.mlp_out),
         qk_norm=_build_qk_norm(spec, attention, take, prefix),
+        is_plain=is_default(layer, except_for=("attention", "mlp")),
     )
 
 

@@ -1,4 +1,4 @@
-"""The parts of decoders: linear layers, norms and MLP.
+"""The parts of decoders: linear layers, norms, MLP and rotations.
 
 All of them run under `torch.inference_mode`."""
 
@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.models.ggml_blocks import BLOCK, FourBit
+from parrot.engine.models.rope import amplitudes, inverse_frequencies
+from parrot.engine.models.spec import RopeSpec
 
 # Number of rows for which oneDNN chooses the blocked layout of a packed weight. For all other
 # numbers of rows the layout is at most 2% slower than the best layout.
@@ -164,3 +166,32 @@ class MLP:
             return self.down(self._activation(self.up(x)), residual)
         gate, up = self.up(x).chunk(2, dim=-1)
         return self.down(self._activation(gate).mul_(up), residual)
+
+
+class Rope:
+    """Rotary positions that pair dimension i with i + head_dim / 2, as Hugging Face does."""
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(spec, head_dim).to(device)
+        self._amplitudes: torch.Tensor | None = None
+        if spec.amplitude != 1.0:
+            self._amplitudes = amplitudes(spec, head_dim).to(device)
+
+    def angles(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and signed sines [rows, 1, head_dim], for all layers of a step."""
+        angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self._amplitudes is not None:
+            cos, sin = cos * self._amplitudes, sin * self._amplitudes
+        return (
+            torch.cat((cos, cos), dim=1).to(dtype).unsqueeze(1),
+            torch.cat((-sin, sin), dim=1).to(dtype).unsqueeze(1),
+        )
+
+
+def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """Rotate heads [rows, heads, head_dim] in place."""
+    swapped = heads.roll(heads.shape[-1] // 2, -1)
+    heads.mul_(cos).addcmul_(swapped, sin)

@@ -1,4 +1,4 @@
-"""Rotary positions. All of it runs under `torch.inference_mode`."""
+"""Frequencies of rotary positions."""
 
 import math
 
@@ -64,39 +64,10 @@ def angle_table(spec: RopeSpec | None, head_dim: int, num_positions: int) -> tor
         return torch.cat((half, torch.zeros_like(half)), dim=1)
     positions = torch.arange(num_positions, dtype=torch.float32)
     angles = torch.outer(positions, inverse_frequencies(spec, head_dim))
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * _amplitudes(spec, head_dim).repeat(2)
+    return torch.cat((angles.cos(), angles.sin()), dim=1) * amplitudes(spec, head_dim).repeat(2)
 
 
-def _amplitudes(spec: RopeSpec, head_dim: int) -> torch.Tensor:
+def amplitudes(spec: RopeSpec, head_dim: int) -> torch.Tensor:
     """The factor of the cosine and the sine of each pair of dimensions."""
     rotated = torch.full((spec.rotated(head_dim) // 2,), spec.amplitude)
     return F.pad(rotated, (0, head_dim // 2 - len(rotated)), value=1.0)
-
-
-class Rope:
-    """Rotary positions that pair dimension i with i + head_dim / 2, as Hugging Face does."""
-
-    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(spec, head_dim).to(device)
-        self._amplitudes: torch.Tensor | None = None
-        if spec.amplitude != 1.0:
-            self._amplitudes = _amplitudes(spec, head_dim).to(device)
-
-    def angles(
-        self, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines [rows, 1, head_dim], for all layers of a step."""
-        angles = positions.to(torch.float32).unsqueeze(1) * self._frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self._amplitudes is not None:
-            cos, sin = cos * self._amplitudes, sin * self._amplitudes
-        return (
-            torch.cat((cos, cos), dim=1).to(dtype).unsqueeze(1),
-            torch.cat((-sin, sin), dim=1).to(dtype).unsqueeze(1),
-        )
-
-
-def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate heads [rows, heads, head_dim] in place."""
-    swapped = heads.roll(heads.shape[-1] // 2, -1)
-    heads.mul_(cos).addcmul_(swapped, sin)

@@ -172,4 +172,5 @@ def runner_info(
         block_bytes=cache.layout.block_bytes,
         num_ranks=1 if model.ranks is None else model.ranks.size,
         device=device_name(model.device),
+        architecture=spec.architecture,
     )

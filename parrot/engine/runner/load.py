@@ -25,6 +25,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
+from parrot.engine.runner.fit import require_fit
 from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
@@ -77,10 +78,15 @@ def load_rank(
     if device.type == "cuda" and not _is_power_of_two(checkpoint.spec.attention.head_dim):
         checkpoint = checkpoint.padded() or checkpoint  # The kernels have no other heads.
     use_triton = device.type == "cuda" and _use_triton(instance, checkpoint.spec, device)
-    model = _load_decoder(config, checkpoint, device, member)
     block_size = instance.block_size or (_KERNEL_BLOCK_SIZE if use_triton else _BLOCK_SIZE)
-    quantised = instance.kv_cache_dtype == "fp8"
-    layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
+    shard = _shard(checkpoint, member)
+    spec = checkpoint.spec if shard is None else shard.local_spec
+    dtype = resolve_dtype(config.dtype, device)
+    layout = KVLayout.of(spec, block_size, dtype, quantised=instance.kv_cache_dtype == "fp8")
+    require_fit(checkpoint.source, spec, layout, instance, device)
+    # With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied as they are.
+    four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
+    model = load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)
     unit = None
     if member is not None:
         shared = _shared_memory(config, model, member) if use_triton else None
@@ -173,20 +179,11 @@ def rank_device(config: BuiltinConfig, member: RankMember | None) -> torch.devic
     return device
 
 
-def _load_decoder(
-    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, member: RankMember | None
-) -> Decoder:
-    """Load the weights in the configured dtype.
-
-    With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied without conversion.
-    """
-    shard = None
-    if member is not None:
-        require_divisible(checkpoint.spec, member.group.size, checkpoint.source)
-        shard = Partition(checkpoint.spec, member.group)
-    dtype = resolve_dtype(config.dtype, device)
-    four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
-    return load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)
+def _shard(checkpoint: Checkpoint, member: RankMember | None) -> Partition | None:
+    if member is None:
+        return None
+    require_divisible(checkpoint.spec, member.group.size, checkpoint.source)
+    return Partition(checkpoint.spec, member.group)
 
 
 def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.device) -> bool:

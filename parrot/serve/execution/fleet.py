@@ -363,6 +363,7 @@ class Fleet:
                     created=self._known_models[name],
                     max_model_len=engine.max_len,
                     default_sampling=engine.info.default_sampling,
+                    architecture=engine.info.architecture or None,
                 )
                 for name, engine in engines
             ],

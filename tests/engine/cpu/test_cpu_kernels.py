@@ -20,8 +20,8 @@ from parrot.engine.cpu.attention import PagedAttention, address_of
 from parrot.engine.cpu.native import Kernels
 from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.models.decoder import QKNorm
-from parrot.engine.models.layers import RMSNorm
-from parrot.engine.models.rope import Rope, inverse_frequencies, rotate_
+from parrot.engine.models.layers import RMSNorm, Rope, rotate_
+from parrot.engine.models.rope import inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 from tests.support.kernel_cases import Case, Request, make_case, relative_error
 

@@ -266,13 +266,33 @@ def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> 
         word_tokenizer(500_000)
 
 
+PUBLISHED_SIZES = {  # Billions of weights. Gemma 3: of the language model.
+    "llama-2-7b": 6.74,
+    "llama-2-13b": 13.02,
+    "llama-3.1-8b": 8.03,
+    "llama-3.1-70b": 70.55,
+    "qwen2.5-7b": 7.62,
+    "qwen3-0.6b": 0.596,
+    "qwen3-8b": 8.19,
+    "mistral-7b": 7.25,
+    "gemma-2-9b": 9.24,
+    "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.01,
+    "phi-3-mini": 3.82,
+    "phi-4": 14.66,
+    "olmo-2-7b": 7.30,
+    "granite-3.3-8b": 8.17,
+    "smollm3-3b": 3.075,
+    "glm-4-9b": 9.40,
+    "command-r7b": 8.03,
+}
+
+
 @pytest.mark.parametrize("name", KNOWN_SHAPES)
 def test_known_shapes_have_the_published_size(name: str) -> None:
     billions = num_weights(open_checkpoint(name, dummy=True).spec) / 1e9
-    size = {"llama-2-7b": 6.74, "llama-2-13b": 13.02, "llama-3.1-8b": 8.03, "llama-3.1-70b": 70.55}
-    assert billions == pytest.approx(
-        (size | {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19})[name], rel=2e-3
-    )
+    assert billions == pytest.approx(PUBLISHED_SIZES[name], rel=2e-3)
 
 
 def test_the_embedded_model_and_its_tokenizer() -> None:

@@ -208,7 +208,14 @@ def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("llama", {"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM.*it runs .*Llama"),
+        (
+            "llama",
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM'.* no recurrent layers; use .*huggingface.* runs .*Llama",
+        ),
+        ("llama", {"architectures": ["Qwen3MoeForCausalLM"]}, "it has no mixtures of experts; use"),
+        ("gemma3", {"architectures": ["Gemma4ForCausalLM"]}, "heads whose size differs"),
+        ("llama", {"architectures": ["NewForCausalLM"]}, "builtin engine; use .*vLLM"),
         ("llama", {"architectures": None}, "architecture '.none.'"),
         ("llama", {"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported"),
         ("phi3", {"rope_scaling": PHI_ROPE}, "must have 4 numbers"),

@@ -52,6 +52,7 @@ def test_what_the_control_half_learns(folder: Path) -> None:
     )
     assert info.cache_mem == pytest.approx(2 * 2 * 2 * 64 * 4 * 8 * 4 / 2**20)
     assert info.kv_dtype == "float32"
+    assert info.architecture == "LlamaForCausalLM"
     assert 0 < info.model_mem < 1
     assert tokenizer.special_ids.model_dump() == {"bos": BOS_ID, "eos": [EOS_ID], "add_bos": False}
     assert tokenizer.vocab_size == 259

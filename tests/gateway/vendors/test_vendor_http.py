@@ -30,6 +30,7 @@ async def test_models_as_either_vendors_client_reads_them(site: Site) -> None:
     assert card["created"] > 1_600_000_000
     assert card["max_model_len"] == site.engine.info.max_seq_len
     assert card["default_sampling"] == DefaultSampling(temperature=0.5, top_k=0).model_dump()
+    assert card["architecture"] == "LlamaForCausalLM"
     assert (card["type"], card["display_name"]) == ("model", MODEL)
     assert card["created_at"].endswith("Z")
     assert (models["has_more"], models["first_id"], models["last_id"]) == (False, MODEL, MODEL)

@@ -1,0 +1,52 @@
+"""Models that exceed the memory of their device are refused before they are loaded."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+from parrot.engine.config import BuiltinInstance
+from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.runner import fit
+from parrot.engine.runner.fit import require_fit
+from parrot.engine.runner.kv_cache import KVLayout
+from parrot.utils.config import ConfigError
+
+GIB = 1 << 30
+SPEC = open_checkpoint("llama-3.1-8b", dummy=True).spec
+LAYOUT = KVLayout.of(SPEC, 64, torch.bfloat16)  # 8 MiB in a block
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
+    memory = int(free * GIB), 24 * GIB
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: memory)
+    monkeypatch.setattr(fit, "available_memory", lambda: memory[0])
+
+
+def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 14.5)
+    with pytest.raises(ConfigError, match=r"big does not fit: .* 15\.0 GiB .*of the 24\.0 GiB of"):
+        require_fit("big", SPEC, LAYOUT, BuiltinInstance(), GPU)
+    with pytest.raises(ConfigError, match=r"14\.5 GiB of CPU memory are free; use a smaller"):
+        require_fit("big", SPEC, LAYOUT, BuiltinInstance(), CPU)
+
+
+def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 16.0)
+    many = BuiltinInstance(num_kv_cache_blocks=200)
+    with pytest.raises(ConfigError, match=r"200 KV blocks of 64 tokens take 1\.6 GiB.* most 133"):
+        require_fit("big", SPEC, LAYOUT, many, GPU)
+    require_fit("big", SPEC, LAYOUT, many, CPU)  # Pages of CPU memory are taken when written.
+
+
+def test_what_fits_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_free(monkeypatch, 20.0)
+    with caplog.at_level(logging.INFO, "parrot.engine.runner.fit"):
+        require_fit("big", SPEC, replace(LAYOUT, block_size=16), BuiltinInstance(), GPU)
+    [line] = caplog.messages
+    assert "weights take 15.0 GiB as torch.bfloat16, KV 128.0 KiB per token" in line
+    assert "20.0 are free" in line
