@@ -62,7 +62,7 @@ class ServedModel:
         must be replaced.
 
         `answered_at` returns when the server last answered a request for its models. Without an
-        answer, the lease is not renewed."""
+        answer, the lease is not renewed, unless the server may be busy with a call."""
         await self._service.start()
         info = self._service.engine_info()
         info = info.model_copy(update={"incarnation": await self._client.incarnation()})
@@ -72,7 +72,8 @@ class ServedModel:
         while not await wait_until_set(self._client.closed, self._clock, interval_s):
             if self._service.server_restarted and not self._fleet.num_requests(engine):
                 return "the server was restarted, and its cache is empty"
-            if max(answered_at(), self._service.answered_at) >= renewed_at:
+            last = max(answered_at(), self._service.answered_at)
+            if last >= renewed_at or self._service.may_be_silent:
                 renewed_at = self._clock.now()
                 self._renew(engine)
         return "its client was closed"

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from fastapi import Request, Response
 
 from parrot.upstreams import servers
 from tests.support.app_server import serve_app
@@ -15,7 +16,7 @@ from tests.support.fake_openai_process import FakeProcess
 from tests.upstreams.conftest import Client, chat, core_of
 
 WORDS = " ".join(f"word{number}" for number in range(40))
-SLOW = {"reply": WORDS, "word_s": 0.05}
+SLOW = {"reply": WORDS, "word_s": 0.05, "owned_by": "vllm"}
 OVERLOADED = {"error": {"message": "full", "type": "overloaded"}}
 COMPLETION = {"model": "gpt-fake", "prompt": "x", "max_tokens": 100}
 
@@ -252,3 +253,31 @@ async def test_a_server_that_no_longer_answers_is_lost(process: FakeProcess) -> 
 def _second_server(client: Client, url: str) -> object:
     config = servers.CoreConfig(servers=(servers.UpstreamServer(url=url),))
     return servers.Upstreams(config, client.core.fleet, client.core.clock).followed()
+
+
+class BlockingServer(FakeOpenAI):
+    """Answers nothing else while it computes for one second, as many small servers do."""
+
+    is_busy = False
+
+    async def _models(self) -> Response:
+        while self.is_busy:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return await super()._models()
+
+    async def _completions(self, request: Request) -> Response:
+        self.is_busy = True
+        await asyncio.sleep(1.0)
+        self.is_busy = False
+        return await super()._completions(request)
+
+
+@pytest.mark.parametrize("owner", ["me", "unknown"])
+async def test_a_server_that_is_busy_with_a_call_may_be_silent(owner: str) -> None:
+    server = BlockingServer(owned_by=owner)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, server, engine_heartbeat_timeout=0.2)
+        (engine,) = client.core.fleet
+        assert await client.said() == server.reply
+        assert engine.is_alive
+        assert len(server.bodies) == 1

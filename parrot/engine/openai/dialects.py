@@ -44,6 +44,7 @@ class Dialect:
     # The server runs one request at a time. A second request cuts off the first one, and only the
     # disconnect of a stream stops a request.
     is_serial: bool = False
+    answers_while_busy: bool = True  # It answers other requests during long computations.
     takes_request_id: bool = True  # It accepts any id in `X-Request-Id`.
     takes_options: bool = False  # It accepts template options and earlier reasoning.
     can: frozenset[str] = frozenset()  # Features out of `FEATURES`, unless it reports others.
@@ -55,7 +56,9 @@ class Dialect:
         return _STANDARD | self.extras.keys() | schema | self.can
 
 
-OPENAI = Dialect("openai", can=frozenset({"messages", "tools", "cached_tokens"}))
+OPENAI = Dialect(
+    "openai", answers_while_busy=False, can=frozenset({"messages", "tools", "cached_tokens"})
+)
 
 _GUIDED = dict.fromkeys(("regex", "grammar", "choices"), "structured_outputs")
 _OFF = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -108,6 +111,7 @@ LLAMA_CPP_PYTHON = Dialect(
     _LLAMA_OFF,
     schema_in_object=True,
     is_serial=True,
+    answers_while_busy=False,
     takes_request_id=False,  # It answers 400 unless the id is a UUID.
     can=frozenset({"messages", "cancellation"}),
     kept_prompts=1,

@@ -377,6 +377,11 @@ class OpenAIService:
         return self._upstream.is_serial and self._gate.num_admitted > 0
 
     @property
+    def may_be_silent(self) -> bool:
+        """Whether the server may answer nothing for minutes, because it computes an answer."""
+        return self._gate.num_admitted > 0 and not self._upstream.answers_while_busy
+
+    @property
     def server_restarted(self) -> bool:
         """Whether the server was restarted since this engine has read its metrics first."""
         return self._watch.server_restarted

@@ -378,6 +378,11 @@ class Upstream:
         return self._dialect is not None and self._dialect.is_serial
 
     @property
+    def answers_while_busy(self) -> bool:
+        """Whether the server is known to answer other requests during long computations."""
+        return self._assumed.answers_while_busy
+
+    @property
     def load_metrics(self) -> LoadMetrics | None:
         """The names of the server's load metrics. None: it has none, or its kind is unknown."""
         return None if self._dialect is None else self._dialect.load
