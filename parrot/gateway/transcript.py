@@ -549,9 +549,11 @@ def served_body(
         body["reasoning_effort"] = others["reasoning_effort"]
     if others:
         body["chat_template_kwargs"] = others
+    functions = () if rules is None else rules.functions
+    if tools := options.get("tools"):
+        strict = {function["name"] for function in functions if function.get("strict")}
+        body["tools"] = [_strict(tool, strict) for tool in tools]
     if rules is not None:
-        strict = {function["name"] for function in rules.functions if function.get("strict")}
-        body["tools"] = [_strict(tool, strict) for tool in options.get("tools", ())]
         body["tool_choice"] = _choice(rules)
         if not rules.may_call_many:
             body["parallel_tool_calls"] = False
@@ -634,8 +636,8 @@ def _served_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _strict(tool: Mapping[str, Any], strict: set[str]) -> Mapping[str, Any]:
-    function = tool["function"]
-    if function["name"] not in strict:
+    function = tool.get("function", {})
+    if function.get("name") not in strict:
         return tool
     return {**tool, "function": {**function, "strict": True}}
 

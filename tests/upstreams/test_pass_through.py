@@ -386,3 +386,25 @@ async def test_unknown_fields_of_an_answer_reach_the_client(front: Front) -> Non
     assert "".join(delta.get("reasoning") or "" for delta in deltas) == "Hm. "
     assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 1}
     assert chunks[-1]["citations"] == ["https://h"]
+
+
+async def test_tools_and_formats_of_the_server(front: Front, builtin: Any) -> None:
+    tools = [
+        {"type": "web_search", "web_search": {"depth": 1}},
+        {"type": "function", "function": {"name": "look"}},
+    ]
+    tag = {"type": "structural_tag", "format": {}}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"tools": tools}, "tools.0"),
+        ({"tools": tools[:1]}, "tools.0"),
+        ({"response_format": tag}, "response_format"),
+    ]
+    for fields, param in cases:
+        await front.chat(**fields)
+        assert fields.items() <= front.sent.items()
+        body = {"model": "gpt-fake", "messages": [{"role": "user", "content": "x"}], **fields}
+        status, answer = await builtin.send(CHAT, body)
+        assert (status, answer["error"]["param"]) == (400, param)
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    await front.chat(response_format={"type": "json_object", "schema": schema})
+    assert front.sent["response_format"]["json_schema"]["schema"] == schema

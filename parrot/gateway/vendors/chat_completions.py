@@ -107,11 +107,15 @@ class ChatRequest(GenerationFields):
     verbosity: Ignored = None
 
     def refused(self) -> Refused:
-        """Errors for values that only servers behind engines support."""
-        if set(self.modalities or ()) <= {"text"}:
-            return []
-        text = "the engines of this model answer with text only"
-        return [UnsupportedField(text, param="modalities")]
+        refused = super().refused()
+        if not set(self.modalities or ()) <= {"text"}:
+            text = "the engines of this model answer with text only"
+            refused.append(UnsupportedField(text, param="modalities"))
+        for i, tool in enumerate(self.tools or ()):
+            if not _is_function(tool):
+                text = "a tool must be a function with a name"
+                refused.append(InvalidRequest(text, param=f"tools.{i}"))
+        return refused
 
     @property
     def num_logprobs(self) -> int | None:
@@ -149,8 +153,8 @@ def template_options(request: ChatRequest) -> dict[str, Any]:
     options = {**reasoning_options(request.reasoning_effort), **given}
     if request.reasoning_effort is not None:
         options["reasoning_effort"] = request.reasoning_effort
-    if functions := _functions(request):
-        options["tools"] = [shown(function) for function in functions]
+    if tools := _tools(request):
+        options["tools"] = [shown(t["function"]) if _is_function(t) else t for t in tools]
     return options
 
 
@@ -164,16 +168,20 @@ def rules_of(request: ChatRequest) -> CallRules | None:
     )
 
 
+def _tools(request: ChatRequest) -> list[Json]:
+    return [] if request.tool_choice == "none" else request.tools or []
+
+
 def _functions(request: ChatRequest) -> list[Json]:
-    tools = [] if request.tool_choice == "none" else request.tools or []
-    return [_function(i, tool) for i, tool in enumerate(tools)]
+    return [tool["function"] for tool in _tools(request) if _is_function(tool)]
 
 
-def _function(index: int, tool: Json) -> Json:
+def _is_function(tool: Json) -> bool:
+    """Whether the tool is a function. A server behind an engine may have other tools."""
     match tool:
         case {"type": "function", "function": {"name": str()}}:
-            return dict(tool["function"])
-    raise InvalidRequest("a tool must be a function with a name", param=f"tools.{index}")
+            return True
+    return False
 
 
 def _template_message(index: int, message: ChatMessage, refused: Refused) -> dict[str, Any]:
@@ -229,7 +237,9 @@ class ChatCompletions:
     def create(
         self, request: ChatRequest, caller: Caller
     ) -> Awaitable[bytes] | AsyncGenerator[Events]:
-        refused = request.refused() if request.modalities else []
+        refused = Refused()
+        if request.modalities or request.tools or request.response_format:
+            refused = request.refused()
         max_tokens = request.max_completion_tokens or request.max_tokens
         turn = self._turns.submit(
             TurnRequest(

@@ -67,10 +67,10 @@ class CompletionRequest(GenerationFields):
     logprobs: int | None = Field(None, ge=0, le=5)
 
     def refused(self) -> Refused:
-        """Errors for values that only servers behind engines support."""
-        if not self.suffix:
-            return []
-        return [UnsupportedField("`suffix` is not supported", param="suffix")]
+        refused = super().refused()
+        if self.suffix:
+            refused.append(UnsupportedField("`suffix` is not supported", param="suffix"))
+        return refused
 
     @property
     def num_choices(self) -> int:

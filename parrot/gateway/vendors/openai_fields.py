@@ -317,10 +317,29 @@ class GenerationFields(CommonFields):
         content = self.prediction.content
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
+    @property
+    def _has_other_format(self) -> bool:
+        """Whether the format is one that only servers behind engines may support."""
+        kind = (self.response_format or {}).get("type", "text")
+        return kind not in ("text", "json_object", "json_schema")
+
+    def refused(self) -> Refused:
+        """Errors for values that only servers behind engines support."""
+        if not self._has_other_format:
+            return []
+        text = f"format `{(self.response_format or {})['type']}` is not supported"
+        return [UnsupportedField(text, param="response_format")]
+
+    def ignored(self) -> Json:
+        other = {"response_format": self.response_format} if self._has_other_format else {}
+        return super().ignored() | other
+
     def _constraint(self) -> Json:
         """The field of `SamplingConfig` that constrains the output. Raises `InvalidRequest` for
         more than one constraint."""
-        of_format, given = constraint(self.response_format), self.structured_outputs
+        is_other = self.response_format is not None and self._has_other_format
+        of_format = {} if is_other else constraint(self.response_format)
+        given = self.structured_outputs
         asked = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice")}
         asked["grammar"] = self.guided_grammar
         if given is not None:
@@ -383,6 +402,8 @@ def constraint(response_format: Json | None) -> Json:
     match response_format:
         case None | {"type": "text"}:
             return {}
+        case {"type": "json_object", "schema": dict(schema)}:  # llama.cpp's
+            return {"json_schema": schema}
         case {"type": "json_object"}:
             return {"json_schema": {"type": "object"}}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
