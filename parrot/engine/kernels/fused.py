@@ -110,12 +110,14 @@ def rope_and_store(
     return q, NewKV(k, v)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """out [tokens, size] = silu(gate) * up, for gate_up [tokens, 2 size] = [gate | up]."""
+def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """out [tokens, size] = silu(gate) * up, for gate_up [tokens, 2 size] = [gate | up].
+
+    `gelu`: the tanh approximation of GELU instead of SiLU."""
     size = out.shape[1]
     assert gate_up.shape == (len(out), 2 * size), (gate_up.shape, out.shape)
     assert gate_up.is_contiguous()
     assert out.is_contiguous()
     grid = (len(out), triton.cdiv(size, _SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_SILU_BLOCK, num_warps=4)
+    silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_SILU_BLOCK, GELU=gelu, num_warps=4)
     return out

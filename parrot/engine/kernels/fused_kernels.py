@@ -41,7 +41,9 @@ def add_rms_norm_kernel(
     tl.store(at, value.to(residual_ptr.dtype.element_ty), mask=inside)
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
-    normed = (wide * scale).to(out_ptr.dtype.element_ty).to(tl.float32)
+    normed = wide * scale
+    if weight_ptr.dtype.element_ty == out_ptr.dtype.element_ty:  # Else the gain is in float32.
+        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
     result = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * SIZE + column, result, mask=inside)
 
@@ -156,13 +158,20 @@ def rope_and_store_kernel(
 
 
 @triton.jit
-def silu_mul_kernel(gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up]."""
+def silu_mul_kernel(
+    gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):
+    """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up].
+
+    GELU  apply the tanh approximation of GELU instead"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     at = gate_up_ptr + row * 2 * SIZE + column
     gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(at + SIZE, mask=inside, other=0.0).to(tl.float32)
-    result = gate * tl.sigmoid(gate) * up
+    power = gate
+    if GELU:  # 1 + tanh(x) is 2 * sigmoid(2 * x), and 1.596 is 2 * sqrt(2 / pi).
+        power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    result = gate * tl.sigmoid(power) * up
     tl.store(out_ptr + row * SIZE + column, result.to(out_ptr.dtype.element_ty), mask=inside)

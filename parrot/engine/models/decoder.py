@@ -268,7 +268,11 @@ class Decoder:
 
     def own_logits(self, states: torch.Tensor) -> torch.Tensor:
         """`head`, for the tokens of this rank and in the model's dtype."""
-        logits, cap = self.lm_head(states), self.spec.logit_softcap
+        return self.scaled(self.lm_head(states))
+
+    def scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """The scale and the cap of logits, in place."""
+        cap = self.spec.logit_softcap
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)

@@ -1,72 +1,34 @@
-"""A decoder's forward pass with the Triton kernels, fused for the models that allow it.
+"""The forward pass of Llama and its relatives with the fused Triton kernels.
 
 Besides attention, a layer has three kinds of kernels between the matrix products: residual add with
 RMS norm (twice), norm and rotation of heads with the KV write, and SiLU-mul. For few rows the
 products include these operations."""
 
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
-from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
-from parrot.engine.kernels.linear.products import (
-    UndividedRows,
-    can_rotate,
-    few_rows_add_and_norm,
-    few_rows_linear,
-    few_rows_qkv,
-    num_splits,
-)
-from parrot.engine.kernels.linear.tiles import FEW_ROWS
+from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
+from parrot.engine.kernels.linear.products import can_rotate, few_rows_qkv
 from parrot.engine.models.decoder import Decoder, DecoderLayer
-from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm
-from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
+from parrot.engine.models.fused_weights import (
+    DOWN_SLOT,
+    EMBEDDING_SLOT,
+    OUT_SLOT,
+    Normed,
+    Weight,
+)
+from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
 
-
-class Forward(Protocol):
-    """A forward pass over a step's tokens."""
-
-    vocabulary: VocabularyShard | None  # The tokens of this rank's logits; None for all tokens.
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Logits [sampled rows, tokens]. `sample_rows` None: logits of all rows."""
-        ...
-
-    def states(
-        self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
-    ) -> torch.Tensor:
-        """The final hidden states [tokens, width]."""
-        ...
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        """Final states [rows, width] -> logits [rows, tokens]."""
-        ...
-
-
-def make_forward(model: Decoder, max_positions: int) -> Forward:
-    """The forward pass with fused kernels if the model allows it, else with plain torch."""
-    fuses = can_fuse(model.spec)
-    return FusedDecoder(model, max_positions) if fuses else PlainDecoder(model)
-
-
-_HANDLED = (
+HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
     *("names", "other_names", "tie_embeddings"),
 )
-_HANDLED_BY_ATTENTION = (
+HANDLED_BY_ATTENTION = (
     *("num_heads", "num_kv_heads", "head_dim", "rope", "qk_norm", "qkv_bias", "o_bias"),
     *("scale", "softcap", "window", "unpadded_dim"),  # `TritonAttention` handles these.
 )
@@ -75,7 +37,7 @@ _HANDLED_BY_ATTENTION = (
 def can_fuse(spec: DecoderSpec) -> bool:
     """Whether the fused kernels compute all layers of a decoder."""
     return (
-        is_default(spec, except_for=_HANDLED)
+        is_default(spec, except_for=HANDLED)
         and is_default(spec.norm, except_for=("eps",))
         and all(map(_can_fuse_layer, spec.layers))
     )
@@ -84,114 +46,29 @@ def can_fuse(spec: DecoderSpec) -> bool:
 def _can_fuse_layer(layer: LayerSpec) -> bool:
     return (
         is_default(layer, except_for=("attention", "mlp"))
-        and is_default(layer.attention, except_for=_HANDLED_BY_ATTENTION)
+        and is_default(layer.attention, except_for=HANDLED_BY_ATTENTION)
         and layer.attention.qk_norm in ("", "head")
         and is_default(layer.mlp, except_for=("width", "bias"))
     )
 
 
-class PlainDecoder:
-    """`Forward` in plain torch, except for attention."""
-
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
-        self.vocabulary = model.vocabulary
-
-    def __call__(
-        self,
-        token_ids: torch.Tensor,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        sample_rows: torch.Tensor | None,
-    ) -> torch.Tensor:
-        attend = partial(attention.run, plan=plan)
-        hidden = self._model.forward(token_ids, plan.positions, attend, sample_rows)
-        return self.head(self._model.final(hidden))
-
-    def states(
-        self, token_ids: torch.Tensor, attention: TritonAttention, plan: TritonPlan
-    ) -> torch.Tensor:
-        hidden = self._model.forward(token_ids, plan.positions, partial(attention.run, plan=plan))
-        return self._model.final(hidden)
-
-    def head(self, states: torch.Tensor) -> torch.Tensor:
-        return self._model.own_logits(states)
-
-
-Normed = torch.Tensor | UndividedRows
-
-_OUT_SLOT, _DOWN_SLOT, _EMBEDDING_SLOT = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A weight with its products."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    ranks: Ranks | None = None  # Ranks whose products are summed; None for a whole weight.
-    slot: int = 0  # The slot of symmetric memory for the sum.
-
-    @classmethod
-    def of(cls, linear: Linear, slot: int = 0) -> "_Weight":
-        if isinstance(linear, SummedLinear):
-            return replace(cls.of(linear.linear), ranks=linear.ranks, slot=slot)
-        assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
-        return cls(linear.weight, linear.bias)
-
-    def __call__(self, x: Normed) -> torch.Tensor:
-        if isinstance(x, UndividedRows) or _is_few(x):
-            out = _rows(x).new_empty(len(_rows(x)), len(self.weight))
-            return few_rows_linear(x, self.weight, out, bias=self.bias)
-        return F.linear(x, self.weight, self.bias)
-
-    def gated(self, x: Normed) -> torch.Tensor:
-        """silu(gate) * up, for a weight [gate | up]."""
-        out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
-        if isinstance(x, UndividedRows) or _is_few(x):
-            return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
-        return silu_mul(F.linear(x, self.weight, self.bias), out)
-
-    def add_and_norm(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Normed:
-        """residual += the product, in place. Returns the norm of the residual."""
-        if self.ranks is None and _is_few(x) and x.dtype != torch.float16:
-            return few_rows_add_and_norm(
-                x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
-            )
-        if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
-            splits = num_splits(x, self.weight) if self.bias is None and _is_few(x) else 1
-            part = exchanges.slot(self.slot, splits, residual)
-            if part is not None:
-                self._into(part, x)
-                return exchanges.sum_and_norm(part, residual, norm.weight, norm.eps)
-        product = self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
-        out = torch.empty_like(residual)
-        return add_rms_norm(product, residual, norm.weight, norm.eps, out)
-
-    def _into(self, part: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the product to `part` [splits, rows, outputs], split by inputs."""
-        if _is_few(x):
-            few_rows_linear(x, self.weight, part, bias=self.bias)
-        elif self.bias is None:
-            torch.mm(x, self.weight.t(), out=part[0])
-        else:
-            torch.addmm(self.bias, x, self.weight.t(), out=part[0])
-
-
-def _rows(x: Normed) -> torch.Tensor:
-    return x.rows if isinstance(x, UndividedRows) else x
-
-
-def _is_few(x: torch.Tensor) -> bool:
-    return 0 < len(x) <= FEW_ROWS
+def angle_tables(model: Decoder, max_positions: int) -> dict[int | None, torch.Tensor]:
+    """The table of angles of each rope that layers have."""
+    ropes, head_dim = model.spec.ropes, model.spec.attention.head_dim
+    return {
+        rope: angle_table(None if rope is None else ropes[rope], head_dim, max_positions).to(
+            model.device
+        )
+        for rope in {layer.attention.rope for layer in model.spec.layers}
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class _FusedLayer:
-    qkv: _Weight
-    out: _Weight
-    gate_up: _Weight
-    down: _Weight
+    qkv: Weight
+    out: Weight
+    gate_up: Weight
+    down: Weight
     attn_norm: RMSNorm
     mlp_norm: RMSNorm
     head_norm: HeadNorm | None
@@ -203,10 +80,10 @@ class _FusedLayer:
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         return cls(
-            qkv=_Weight.of(layer.qkv),
-            out=_Weight.of(layer.out, slot=_OUT_SLOT),
-            gate_up=_Weight.of(layer.mlp.up),
-            down=_Weight.of(layer.mlp.down, slot=_DOWN_SLOT),
+            qkv=Weight.of(layer.qkv),
+            out=Weight.of(layer.out, slot=OUT_SLOT),
+            gate_up=Weight.of(layer.mlp.up),
+            down=Weight.of(layer.mlp.down, slot=DOWN_SLOT),
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
             head_norm=layer.head_norm,
@@ -218,21 +95,15 @@ class FusedDecoder:
     """`Forward` with the fused kernels. Shares all weights with its `Decoder`. Stateless."""
 
     def __init__(self, model: Decoder, max_positions: int) -> None:
-        spec = model.spec
         assert isinstance(model.norm, RMSNorm)
         self.vocabulary = model.vocabulary
         self._embed, self._embedded = model.embed, model.embedded
-        tables = {
-            rope: angle_table(
-                None if rope is None else spec.ropes[rope], spec.attention.head_dim, max_positions
-            ).to(model.device)
-            for rope in {layer.attention.rope for layer in spec.layers}
-        }
+        tables = angle_tables(model, max_positions)
         self._layers = [
             _FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
         ]
         self._norm = model.norm
-        self._lm_head = _Weight.of(model.lm_head)
+        self._lm_head = Weight.of(model.lm_head)
 
     def __call__(
         self,
@@ -241,7 +112,7 @@ class FusedDecoder:
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """See `Forward`. The logits have the model's dtype."""
+        """See `forward.Forward`. The logits have the model's dtype."""
         # For rows that are not sampled, the last layer computes only KV. Prompts save most of the
         # layer.
         return self.head(self._normed(token_ids, attention, plan, sample_rows)[0])
@@ -280,7 +151,7 @@ class FusedDecoder:
         norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
         if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
             residual = self._embed.new_empty((len(token_ids), self._embed.shape[1]))
-            part = exchanges.slot(_EMBEDDING_SLOT, 1, residual)
+            part = exchanges.slot(EMBEDDING_SLOT, 1, residual)
             if part is not None:
                 vocabulary.embed_own(token_ids, self._embed, part[0])
                 normed = exchanges.sum_and_norm(part, residual, norm.weight, norm.eps, add=False)

@@ -18,7 +18,7 @@ from parrot.engine.core.steps import (
     Transfer,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.fused import make_forward
+from parrot.engine.models.forward import make_forward
 from parrot.engine.models.tensors import num_layer_weights
 from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
 from parrot.engine.runner.graphs import (

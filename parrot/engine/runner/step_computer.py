@@ -24,7 +24,7 @@ from parrot.engine.kernels.sampling import (
     mask_logits,
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
-from parrot.engine.models.fused import Forward
+from parrot.engine.models.forward import Forward
 from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
 from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import (

@@ -241,14 +241,14 @@ def block_copy_variant(*, gather: bool, words: int = 16384) -> dict[str, Any]:
     )
 
 
-def silu_variant(*, size: int = 14336, warps: int = 4) -> dict[str, Any]:
+def silu_variant(*, size: int = 14336, warps: int = 4, gelu: bool = False) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import silu_mul_kernel
 
     pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
     return compile_kernel(
         silu_mul_kernel,
         pointers,
-        {"SIZE": size, "BLOCK": 1024},
+        {"SIZE": size, "BLOCK": 1024, "GELU": gelu},
         divisible=tuple(pointers),
         num_warps=warps,
     )

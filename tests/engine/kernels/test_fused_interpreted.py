@@ -143,12 +143,14 @@ def test_a_quantised_cache_gets_the_bits_that_torch_would_write(
 
 
 @pytest.mark.parametrize("size", [64, 1500])
-def test_silu_mul(size: int) -> None:
+@pytest.mark.parametrize("gelu", [False, True])
+def test_silu_mul(size: int, gelu: bool) -> None:
     gate_up = torch.randn(3, 2 * size, generator=torch.Generator().manual_seed(0)) * 4
     out = torch.full((3, size), float("nan"))
-    assert silu_mul(gate_up, out) is out
+    assert silu_mul(gate_up, out, gelu=gelu) is out
     gate, up = gate_up.double().split(size, dim=1)
-    assert relative_error(out, torch.nn.functional.silu(gate) * up) < 1e-6
+    gelu_tanh = torch.nn.functional.gelu(gate, approximate="tanh")
+    assert relative_error(out, (gelu_tanh if gelu else torch.nn.functional.silu(gate)) * up) < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "quantised rope with norm": {"kernel": "rope", "quantised": True, "with_norm": True},
     "quantised rope that keeps": {"kernel": "rope", "quantised": True, "keep_k": True},
     "silu": {"kernel": "silu"},
+    "gelu": {"kernel": "silu", "gelu": True},
     "gather": {"kernel": "block copy", "gather": True},
     "scatter": {"kernel": "block copy", "gather": False},
     "scatter of exponents": {"kernel": "block copy", "gather": False, "words": 64},

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fused import can_fuse
+from parrot.engine.models.fused_sums import can_fuse_sums
 from parrot.engine.models.spec import DecoderSpec, Norms, NormSpec, is_default
 from tests.support.tiny_model import TINY_CONFIGS
 
@@ -53,6 +54,16 @@ def test_a_field_that_kernels_do_not_handle(part: str, change: dict[str, Any]) -
     }[part]()
     assert can_fuse(spec)
     assert not can_fuse(changed)
+
+
+@pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "glm4", "granite", "olmo2"])
+def test_families_whose_sums_are_kernels(family: str) -> None:
+    spec = spec_from_config(TINY_CONFIGS[family], "tiny model")
+    assert can_fuse_sums(spec)
+    assert not can_fuse_sums(spec.with_layer_fields(parallel=True))
+    assert not can_fuse_sums(spec.with_layer_fields(norms=Norms(after_sum=True)))
+    assert not can_fuse_sums(spec.with_mlp(activation="gelu"))
+    assert not can_fuse_sums(replace(spec, position_offset=0))
 
 
 def test_a_field_without_a_name_must_have_its_default() -> None:

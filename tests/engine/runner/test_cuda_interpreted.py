@@ -75,6 +75,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "no_rope_layers": [1, 0],
     },
     "gemma2": {"num_attention_heads": 4},
+    "gemma3": {"num_attention_heads": 4},
+    "glm4": {"num_hidden_layers": 1},
+    "granite": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
+    "olmo2": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
+    "cohere": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1},
     "opt": {
         "hidden_size": 64,
         "word_embed_proj_dim": 64,
