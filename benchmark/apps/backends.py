@@ -10,7 +10,7 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from parrot.cli.bench.program import Backend, Network, ProgramCall, ProgramOutput
-from parrot.cli.bench.sessions import BenchSession, Data, close_session, submit_call
+from parrot.cli.bench.sessions import BenchSession, Data, close_session, prompt_of, sampling_of
 from parrot.cli.bench.variables import GraphProgram
 from parrot.cli.bench.waiting import WaitingProgram
 from parrot.protocol.serve_client import ServeClient
@@ -91,7 +91,6 @@ class DelayedNetwork(Network):
         ]
         self._rng = random.Random(seed)
         self._sleep = sleep
-        self.is_far = kind == "wan"
 
     @asynccontextmanager
     async def trip(self) -> AsyncIterator[float]:
@@ -133,7 +132,10 @@ class RequestProgram(WaitingProgram):
         async with self._network.trip() as way_s:
             session = await BenchSession.begin(self._client, self._app)
             try:
-                var = await submit_call(session, call, inputs)
+                prompt, sampling = prompt_of(call, inputs), sampling_of(call)
+                var = await session.call(
+                    prompt, call.output.tokens, sampling=sampling, func_name=call.function
+                )
                 if call.streamed:
                     times = await session.stream(var)
                     self.account.streams[call.output] = times.later(way_s)

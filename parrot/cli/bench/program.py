@@ -168,8 +168,6 @@ class Backend:
 class Network:
     """Adds no delay. Subclasses add one to each request of the client."""
 
-    is_far = False
-
     def trip(self) -> AbstractAsyncContextManager[float]:
         """Simulate one request around the block, which runs at the server. Yields the latency of
         the answer, in seconds."""

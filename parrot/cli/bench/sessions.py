@@ -29,7 +29,14 @@ class Var:
     request_id: int | None = None
 
 
-Piece = str | Data | Var
+@dataclass(frozen=True, slots=True)
+class NewVar:
+    """A variable of the same graph request. `name`: its name in the request."""
+
+    name: str
+
+
+Piece = str | Data | Var | NewVar
 
 
 def spaced(parts: Iterable[Piece]) -> list[Piece]:
@@ -62,20 +69,8 @@ class BenchSession:
     ) -> Var:
         """Submit a call with one output of at most `tokens`. `output`: an existing variable for the
         output. `options`: fields of the request."""
-        template, parameters = "", []
-        for number, piece in enumerate(prompt):
-            if isinstance(piece, Data | Var):
-                name = f"i{number}"
-                given = {"var_id": piece.id} if isinstance(piece, Var) else {"value": str(piece)}
-                parameters.append({"name": name, **given})
-                piece = placeholder(name)
-            template += piece
-        out: dict[str, Any] = {"name": _OUTPUT, "is_output": True}
-        out["sampling_config"] = {"max_gen_length": tokens} | dict(sampling or {})
-        if output is not None:
-            out["var_id"] = output.id
-        body = {"template": template + placeholder(_OUTPUT), "parameters": [*parameters, out]}
-        request = SemanticCallRequest.model_validate({**self.scope, **body, **options})
+        fields = call_fields(prompt, tokens, sampling, output)
+        request = SemanticCallRequest.model_validate({**self.scope, **fields, **options})
         response = await self.client.semantic_call(request)
         return Var(response.param_info[-1].var_id, response.request_id)
 
@@ -103,15 +98,37 @@ class BenchSession:
         await self.client.delete_session(**self.scope)
 
 
-async def submit_call(
-    session: BenchSession,
-    call: ProgramCall,
-    inputs: Mapping[ProgramOutput, Var | Data],
-    **options: Any,
-) -> Var:
-    """Constant texts become the template. Data and outputs of other calls become inputs. `options`:
-    see `BenchSession.call`."""
-    prompt = [
+def call_fields(
+    prompt: Sequence[Piece],
+    tokens: int,
+    sampling: Mapping[str, Any] | None,
+    output: Var | NewVar | None,
+) -> dict[str, Any]:
+    """The template and the parameters of a request. See `BenchSession.call`."""
+    template, parameters = "", []
+    for number, piece in enumerate(prompt):
+        if not isinstance(piece, str) or isinstance(piece, Data):
+            name = f"i{number}"
+            given = {"value": str(piece)} if isinstance(piece, Data) else _reference(piece)
+            parameters.append({"name": name, **given})
+            piece = placeholder(name)
+        template += piece
+    out: dict[str, Any] = {"name": _OUTPUT, "is_output": True}
+    out["sampling_config"] = {"max_gen_length": tokens} | dict(sampling or {})
+    if output is not None:
+        out |= _reference(output)
+    return {"template": template + placeholder(_OUTPUT), "parameters": [*parameters, out]}
+
+
+def _reference(var: Var | NewVar) -> dict[str, str]:
+    return {"var_id": var.id} if isinstance(var, Var) else {"var": var.name}
+
+
+def prompt_of(
+    call: ProgramCall, inputs: Mapping[ProgramOutput, Var | NewVar | Data]
+) -> list[Piece]:
+    """Constant texts become the template. Data and outputs of other calls become inputs."""
+    return [
         inputs[piece]
         if isinstance(piece, ProgramOutput)
         else Data(piece.content)
@@ -119,19 +136,15 @@ async def submit_call(
         else piece.content
         for piece in call.prompt
     ]
-    sampling = {
+
+
+def sampling_of(call: ProgramCall) -> dict[str, Any]:
+    return {
         "temperature": 0.0 if call.seed is None else 1.0,
         "seed": call.seed,
         "ignore_tokenizer_eos": call.stop is None,
         "stop_str": call.stop,
     }
-    return await session.call(
-        prompt,
-        call.output.tokens,
-        sampling=sampling,
-        func_name=call.function,
-        **options,
-    )
 
 
 async def close_session(session: BenchSession) -> list[CallUsage]:

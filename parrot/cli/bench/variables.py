@@ -2,21 +2,28 @@
 that it needs."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from parrot.cli.bench.program import Network, Program, ProgramCall, ProgramOutput
-from parrot.cli.bench.sessions import BenchSession, Var, close_session, submit_call
+from parrot.cli.bench.sessions import (
+    BenchSession,
+    NewVar,
+    Var,
+    call_fields,
+    close_session,
+    prompt_of,
+    sampling_of,
+)
 from parrot.cli.bench.text import PromptText
 from parrot.cli.bench.waiting import first_of
-from parrot.protocol.fields import PerformanceCriteria
+from parrot.protocol.public import MAX_CALLS, GraphRequest
 from parrot.protocol.serve_client import ServeClient
 
 
 class GraphProgram(Program):
-    """Collects calls until the program reads an output, then submits them in two waves. The first
-    wave is the calls without producers, and variables for the outputs of the other calls. The
-    second wave is the other calls. On a slow network the outputs of the first wave are requested at
-    once, so that the server works during the second wave."""
+    """Collects calls until the program reads an output, then submits them as one graph, as PFunc
+    does. Very large graphs take several requests."""
 
     def __init__(
         self,
@@ -88,33 +95,35 @@ class GraphProgram(Program):
         """Submit all calls that were made since the last submission."""
         calls, self._new = self._new, []
         inputs, self._new_inputs = self._new_inputs, []
-        if not calls and not inputs:
-            return
-        if self._opened is None:
+        if self._opened is None and (calls or inputs):
             await self.prepare()
-        known = set(self._vars)
-        first = [call for call in calls if known.issuperset(call.inputs)]
-        later = [call for call in calls if call not in first]
-        wanted = {piece for call in calls for piece in call.inputs} - known
-        variables = [call.output for call in later if call.output in wanted]
-        await asyncio.gather(
-            *(self._send(call, early=self._network.is_far and bool(later)) for call in first),
-            *(self._create(output) for output in (*inputs, *variables)),
+        while calls or inputs:
+            await self._post(inputs, calls[:MAX_CALLS])
+            calls, inputs = calls[MAX_CALLS:], []
+
+    async def _post(self, inputs: Sequence[ProgramOutput], calls: Sequence[ProgramCall]) -> None:
+        """Submit one graph. Calls may read outputs of earlier graphs and of calls before them."""
+        outputs = [*inputs, *(call.output for call in calls)]
+        new = {output: NewVar(f"v{number}") for number, output in enumerate(outputs)}
+        known: dict[ProgramOutput, Var | NewVar] = {**self._vars, **new}
+        request = GraphRequest.model_validate(
+            {
+                **self._session.scope,
+                "variables": [{"name": new[one].name, "var_name": one.name} for one in inputs],
+                "calls": [self._fields(call, known) for call in calls],
+            }
         )
-        await asyncio.gather(*(self._send(call) for call in later))
-
-    async def _create(self, output: ProgramOutput) -> None:
         async with self._network.trip():
-            self._vars[output] = await self._session.create(output.name)
+            answer = await self._client.semantic_graph(request)
+        for output in inputs:
+            self._vars[output] = Var(answer.variables[new[output].name])
+        for call, response in zip(calls, answer.calls, strict=True):
+            var_id = answer.variables[new[call.output].name]
+            self._vars[call.output] = Var(var_id, response.request_id)
 
-    async def _send(self, call: ProgramCall, *, early: bool = False) -> None:
-        output = self._vars.get(call.output)
-        async with self._network.trip():
-            self._vars[call.output] = await submit_call(
-                self._session,
-                call,
-                self._vars,
-                output=output,
-                output_criteria=PerformanceCriteria.THROUGHPUT if early else None,
-                models=self._models,
-            )
+    def _fields(
+        self, call: ProgramCall, known: Mapping[ProgramOutput, Var | NewVar]
+    ) -> dict[str, Any]:
+        prompt, output = prompt_of(call, known), known[call.output]
+        fields = call_fields(prompt, call.output.tokens, sampling_of(call), output)
+        return {**fields, "func_name": call.function, "models": self._models}
