@@ -86,6 +86,8 @@ from parrot.serve.readers import Reads, value_view
 from parrot.serve.sessions import AddPrompt, Session
 from parrot.serve.tenants.limits import num_bytes
 
+FOREIGN_TOKENIZER = "foreign"  # The tokenizer of a foreign server, which Parrot does not have.
+
 PromptSource = Sequence[Message] | str
 
 _CHARS_PER_TOKEN = 2  # Of a prompt, to estimate its tokens. A larger value leaves calls more room.
@@ -271,7 +273,7 @@ class Turns:
             place = self._endings.find(prompt, _scope(request), self._sessions.is_live)
         ending, num_known = (None, 0) if place is None else (place.ending, place.num_known)
         fill = shown.pieces(0 if ending is None else ending.length, num_known)
-        if request.tokens is not None:
+        if request.tokens is not None and rendered.conversation is None:
             fill = [TextPiece(text, PieceKind.TOKENS, request.tokens)]
         usage = _usage_of(fill, len(request.samplings), request.prediction)
         if ending is None:
@@ -434,6 +436,8 @@ class Turns:
         if request.calls is not None and tokenizer is not None:
             self._require_calls(request.model, tokenizer)
             longest = self._longest(request.model)
+        if tokenizer is None and request.tokens is not None:
+            return token_turn(request.samplings, request.tokens)
         return rendered_turn(request, request.prompt, tokenizer, longest)
 
     def _with_extra(self, request: TurnRequest, tokenizer: ModelTokenizer | None) -> TurnRequest:
@@ -456,8 +460,11 @@ class Turns:
         is_forwarded = isinstance(request.prompt, str) or (
             request.chain is None and self._takes_messages(request.model)
         )
-        known = self._features(request.model)
-        return is_forwarded and all("extra" in (features or ()) for features in known)
+        return is_forwarded and self._are_foreign(request.model)
+
+    def _are_foreign(self, model: str) -> bool:
+        """Whether all engines of the model forward further fields to a server."""
+        return all("extra" in (features or ()) for features in self._features(model))
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
@@ -474,9 +481,11 @@ class Turns:
         return await prompt_tokens(prompt, options, model, self._core.fleet.tokenizer(model))
 
     async def prompt_of(self, model: str, ids: Sequence[int]) -> TokenPrompt:
-        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these token ids. Raises as
-        `tokens` does, and `InvalidRequest`."""
+        """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these token ids. The text is
+        empty if only a foreign server knows it. Raises as `tokens` does, and `InvalidRequest`."""
         model = self._aliases.get(model, model)
+        if self._core.fleet.tokenizer(model) is None and self._are_foreign(model):
+            return "", TokenizedText(FOREIGN_TOKENIZER, tuple(ids))
         return await prompt_of_tokens(ids, model, self._core.fleet.tokenizer(model))
 
     async def text(self, model: str, ids: Sequence[int]) -> str:
@@ -545,6 +554,11 @@ def revealed(client_key: SecretStr | None) -> str:
     return "" if client_key is None else client_key.get_secret_value()
 
 
+def is_foreign(tokens: TokenizedText | None) -> bool:
+    """Whether only a foreign server knows the text of the tokens."""
+    return tokens is not None and tokens.tokenizer_id == FOREIGN_TOKENIZER
+
+
 def unknown_field(name: str) -> ValidationFailed:
     """The error for a field of a request that Parrot does not know."""
     return ValidationFailed(f"`{name}`: Extra inputs are not permitted", param=name)
@@ -585,6 +599,14 @@ def rendered_turn(
         make_parser = with_reasoning(make_parser, tokenizer.chat.source, shown.text)
     messages = () if isinstance(prompt, str) else prompt
     return Rendered(messages, shown, samplings, make_parser)
+
+
+def token_turn(samplings: Sequence[SamplingConfig], tokens: TokenizedText) -> Rendered:
+    """A prompt of token ids for a server that knows their text. A piece of another kind than that
+    of a text prompt represents the prompt, so both never have equal keys."""
+    text = " ".join(map(str, tokens.ids))
+    shown = Transcript(text, lambda *_: [(len(text), PieceKind.VALUE)])
+    return Rendered((), shown, samplings, PlainParser, {"prompt": list(tokens.ids)})
 
 
 def served_turn(request: TurnRequest) -> Rendered:

@@ -139,7 +139,7 @@ class GenerateRequest(JobRequest):
     conversation: JsonObject | None = Field(
         None,
         description="messages in OpenAI's format, for servers that apply a chat template; tool "
-        "calls are returned as text: `<tool_call>` JSON `</tool_call>`",
+        "calls are returned as text: `<tool_call>` JSON `</tool_call>`; or `prompt`, token ids",
     )
     drafts: DraftSources | None = Field(
         None, description="sources of draft tokens; null: the context"

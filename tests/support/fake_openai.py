@@ -165,7 +165,7 @@ class FakeOpenAI:
             if self.hold is not None:
                 await self._hold_while_connected(request, self.hold)
             words, finish = self._words(body)
-            echoed = re.findall(r"\S+\s*", body["prompt"]) if body.get("echo") else []
+            echoed = re.findall(r"\S+\s*", _prompt(body)) if body.get("echo") else []
             text = "".join([*echoed, *words])
             message = {"role": "assistant", "content": text, **self.more}
             if self.reasoning:
@@ -239,8 +239,8 @@ class FakeOpenAI:
 
 
 def _prompt(body: Mapping[str, Any]) -> str:
-    prompt: str = body.get("prompt") or "\n".join(map(_text, body["messages"]))
-    return prompt
+    prompt = body.get("prompt") or "\n".join(map(_text, body["messages"]))
+    return prompt if isinstance(prompt, str) else "".join(f"t{token} " for token in prompt)
 
 
 def _text(message: Mapping[str, Any]) -> str:

@@ -408,3 +408,27 @@ async def test_tools_and_formats_of_the_server(front: Front, builtin: Any) -> No
     schema = {"type": "object", "properties": {"a": {"type": "string"}}}
     await front.chat(response_format={"type": "json_object", "schema": schema})
     assert front.sent["response_format"]["json_schema"]["schema"] == schema
+
+
+async def test_a_prompt_of_token_ids_reaches_the_server(front: Front) -> None:
+    body = {"prompt": [[1, 2], [3]], "temperature": 0, "max_tokens": 2}
+    answer = await front.post(COMPLETIONS, body)
+    assert sorted(sent["prompt"] for sent in front.fake.bodies) == [[1, 2], [3]]
+    assert [choice["text"] for choice in answer["choices"]] == ["one two "] * 2
+    num_asked = len(front.fake.bodies)
+    await front.post(COMPLETIONS, body | {"prompt": "1 2"})  # Not the same prompt.
+    assert front.fake.bodies[num_asked]["prompt"] == "1 2"
+    async with front.http.post(
+        COMPLETIONS, json={"model": "gpt-fake", "prompt": [7], "stream": True}
+    ) as response:
+        lines = (await response.text()).split("\n\n")
+    chunks = [orjson.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "one two three"
+    assert front.sent["prompt"] == [7]
+    answer = await front.post(
+        COMPLETIONS, {"prompt": [4, 5], "echo": True, "logprobs": 1, "max_tokens": 0}
+    )
+    assert answer["choices"][0]["text"] == "t4 t5 "
+    assert answer["choices"][0]["logprobs"]["tokens"] == ["t4 ", "t5 "]
+    status, answer = await front.send(COMPLETIONS, {"prompt": [4, 5], "echo": True})
+    assert (status, answer["error"]["param"]) == (400, "echo")

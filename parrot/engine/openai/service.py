@@ -513,7 +513,7 @@ class OpenAIService:
             client_key=request.client_key,
             conversation=request.conversation,
         )
-        writer = None if request.conversation is None else AnswerWriter()
+        writer = AnswerWriter() if "messages" in (request.conversation or ()) else None
         extra = AnswerExtra()
         async with aclosing(ask(question)) as chunks:
             async for chunk in chunks:
@@ -562,7 +562,8 @@ def _needs(request: GenerateRequest) -> frozenset[str]:
     """The features that the request needs, see `Capabilities`. A conversation needs `messages`
     instead of `json_schema`, because chat endpoints support schemas."""
     needs = request.sampling_config.needs()
-    return needs if request.conversation is None else needs - {"json_schema"} | {"messages"}
+    is_chat = "messages" in (request.conversation or ())
+    return needs - {"json_schema"} | {"messages"} if is_chat else needs
 
 
 def _require_text(pieces: Iterable[FillPiece]) -> None:

@@ -101,7 +101,7 @@ class Target:
     stream_usage: bool = True
 
     def asks_chat(self, question: "Question") -> bool:
-        return self.is_chat or question.conversation is not None
+        return self.is_chat or "messages" in (question.conversation or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,9 @@ def request_body(
     limit = question.limit if is_chat else sampling.max_gen_length
     if limit is not None:
         body[length_field] = limit
-    if question.conversation is not None:
+    if question.conversation is not None and not is_chat:
+        body |= question.conversation
+    elif question.conversation is not None:
         body |= _conversation(dialect, question.conversation)
     elif is_chat:
         body["messages"] = [{"role": "user", "content": question.prompt}]

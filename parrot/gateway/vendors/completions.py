@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag
 
 from parrot.gateway.direct import DirectRequests
 from parrot.gateway.transcript import TokenPrompt
-from parrot.gateway.turns import Turn, TurnRequest, Turns
+from parrot.gateway.turns import Turn, TurnRequest, Turns, is_foreign
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import CompletionLogprobs, LogprobsReader
@@ -31,6 +31,7 @@ from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import Text, TokenIds
 from parrot.protocol.public import VarGetResponse
 from parrot.protocol.sampling import MAX_GEN_LENGTH, Logprobs
+from parrot.serve.readers import scored_tokens
 from parrot.utils.ids import new_token
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default.
@@ -162,16 +163,18 @@ class Completions:
             for prompt in prompts
         ]
         if not request.scores_prompt:
+            if request.echo and any(is_foreign(tokens) for _, tokens in found):
+                text = "only the server knows the text of the tokens: set `logprobs` with `echo`"
+                raise UnsupportedField(text, param="echo")
             return self._submit(request, caller, found)
         num_top, limit = request.logprobs or 0, _MAX_SCORED // request.num_choices
         scored, num_tokens = await self._direct.score(
             caller.tenant, request.model, prompts, num_top, limit, caller.traceparent, caller.key
         )
-        pairs = zip(found, scored, strict=True)
-        if request.logprobs is None:
-            echoes = [_Echo(text) for text, _ in found]
-        else:
-            echoes = [_Echo(text, one) for (text, _), one in pairs]
+        echoes = []
+        for (text, tokens), one in zip(found, scored, strict=True):
+            shown = await _text_of(one) if is_foreign(tokens) else text
+            echoes.append(_Echo(shown) if request.logprobs is None else _Echo(shown, one))
         if request.max_tokens == 0:
             return _Answers([], request, echoes, num_tokens)
         return self._submit(request, caller, found, echoes)
@@ -218,6 +221,11 @@ class Completions:
         if echoes is None:
             echoes = [_Echo(text if request.echo else "") for text, _ in prompts]
         return _Answers(turns, request, echoes)
+
+
+async def _text_of(scored: Logprobs) -> str:
+    """The text of a prompt from its tokens."""
+    return b"".join([one.token async for one in scored_tokens(scored)]).decode(errors="replace")
 
 
 class _Answers:

@@ -87,7 +87,7 @@ class CompletionTask:
         self.conversation = self.completion.conversation
         self.needs = self.completion.sampling.needs()
         # Each server that accepts conversations also supports JSON schemas in them.
-        if self.conversation is not None:
+        if self.conversation is not None and "messages" in self.conversation:
             own = {"messages", "tools"} if "tools" in self.conversation else {"messages"}
             self.needs = self.needs - {"json_schema"} | own
         self.max_output = self.completion.sampling.max_gen_length
