@@ -26,6 +26,6 @@ def write_embedded_folder(folder: Path, chat_template: str | None = None) -> Pat
         "chat_template": chat_template or tokenizer.chat_template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    tensors = {name: checkpoint.take(name).contiguous() for name in checkpoint.shapes}
+    tensors = {name: checkpoint.take(name).contiguous() for name in checkpoint.plans}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
