@@ -70,4 +70,4 @@ def test_an_error_that_is_kept_is_raised_as_another() -> None:
 
 
 def test_one_that_needs_more_to_be_made_is_raised_again_too() -> None:
-    assert Overloaded("busy", 3.0).again().retry_after_s == 3.0
+    assert Overloaded("busy", retry_after_s=3.0).again().retry_after_s == 3.0

@@ -432,3 +432,19 @@ async def test_a_prompt_of_token_ids_reaches_the_server(front: Front) -> None:
     assert answer["choices"][0]["logprobs"]["tokens"] == ["t4 ", "t5 "]
     status, answer = await front.send(COMPLETIONS, {"prompt": [4, 5], "echo": True})
     assert (status, answer["error"]["param"]) == (400, "echo")
+
+
+async def test_a_semantic_call_may_have_fields_of_the_server(front: Front) -> None:
+    sampling = {"max_gen_length": 2, "extra": {"min_tokens": 2}}
+    answer = {"name": "answer", "is_output": True, "sampling_config": sampling}
+    call = {"template": "Hi {{answer}}", "parameters": [answer], "models": ["gpt-fake"]}
+    async with front.http.post("/v1/session", json={}) as response:
+        session = await response.json()
+    headers = {"authorization": f"Bearer {session['session_auth']}"}
+    body = call | {"session_id": session["session_id"]}
+    async with front.http.post("/v1/semantic_call", json=body, headers=headers) as response:
+        (output,) = (await response.json())["param_info"]
+    url = f"/v1/semantic_var/{output['var_id']}?session_id={session['session_id']}"
+    async with front.http.get(url, headers=headers) as response:
+        assert (await response.json())["content"] == "one two "
+    assert front.sent["min_tokens"] == 2
