@@ -78,6 +78,8 @@ async def front_of(
                 await core.fleet.joined()
             yield Front(http, core, fake)
             core.check_integrity()
+        if journal is not None:
+            await journal.close()
 
 
 @pytest.fixture
