@@ -19,6 +19,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.steps import SequenceStep, StepPlan, Transfer
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.host.cuda import CudaCopies
@@ -31,10 +32,13 @@ from tests.support.tiny_model import make_tiny_model
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 NUM_BLOCKS, NUM_SLOTS, BLOCK_SIZE = 300, 200, 64
+LARGE = LayerGroup((0, 1, 2, 3), 8, 128)
 LAYOUTS = {
-    "bf16": KVLayout(4, 8, 128, BLOCK_SIZE, torch.bfloat16),
-    "fp8": KVLayout(4, 8, 128, BLOCK_SIZE, torch.bfloat16, quantised=True),
-    "small": KVLayout(2, 1, 16, BLOCK_SIZE, torch.float32),
+    "bf16": KVLayout((LayerGroup(tuple(range(4)), 8, 128),), BLOCK_SIZE, torch.bfloat16),
+    "fp8": KVLayout(
+        (LayerGroup(tuple(range(4)), 8, 128),), BLOCK_SIZE, torch.bfloat16, quantised=True
+    ),
+    "small": KVLayout((LayerGroup(tuple(range(2)), 1, 16),), BLOCK_SIZE, torch.float32),
 }
 SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 
@@ -123,12 +127,12 @@ def test_what_a_step_computes_leaves_after_it() -> None:
     work = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     for _ in range(5):
         work = (work @ work).clamp(-1, 1)
-    cache.pool[:, :, :, :40] = 3.0
+    cache.pools[0][:, :, :, :40] = 3.0
     copies.transfer([Transfer(1, True, tuple(range(40)), tuple(range(40)))])
     finish(copies, 1)
     copies.transfer([Transfer(2, False, tuple(range(60, 100)), tuple(range(40)))])
     finish(copies, 1)
-    assert bool((cache.pool[:, :, :, 60:100] == 3.0).all())
+    assert bool((cache.pools[0][:, :, :, 60:100] == 3.0).all())
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(

@@ -134,6 +134,19 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
         "rope_local_base_freq": 5000.0,
     },
+    "gemma4": _GEMMA
+    | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "num_attention_heads": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 20,
+        "hidden_size_per_layer_input": 0,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 5.0,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

@@ -22,7 +22,7 @@ from parrot.engine.models.layers import (
 )
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.tensors import OWN, num_weights
+from parrot.engine.models.tensors import OUTPUT_SCALE, OWN, num_weights
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -79,6 +79,8 @@ class DecoderLayer:
     mlp_out_norm: Norm | None
     qk_norm: QKNorm | WidthNorm | None
     is_plain: bool  # The norms and sums are those of Llama.
+    eps: float  # Of the norm of v.
+    output_scale: torch.Tensor | None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -136,7 +138,8 @@ class DecoderLayer:
         if after_sum:
             x = _normed(self.attn_norm, x)
             return _normed(self.mlp_norm, self.mlp(x, x))
-        return self._sum(self.mlp, self.mlp_out_norm, _normed(self.mlp_norm, x), x)
+        x = self._sum(self.mlp, self.mlp_out_norm, _normed(self.mlp_norm, x), x)
+        return x if self.output_scale is None else x.mul_(self.output_scale)
 
     def _sum(
         self, part: Linear, norm: Norm | None, inputs: torch.Tensor, residual: torch.Tensor
@@ -156,6 +159,8 @@ class DecoderLayer:
             rotated = self.qk_norm(rotated)
         if spec.rope is not None:
             rotate_(rotated, *angles[spec.rope])
+        if spec.v_norm:
+            v = F.rms_norm(v, v.shape[-1:], eps=self.eps)
         q, k = rotated[:, :num_heads], rotated[:, num_heads:]
         return attend(self.index, q, k, v)
 
@@ -197,7 +202,8 @@ class Decoder:
         if spec.embed_dim is not None:
             self._project_in = make_linear(take(f"{OWN.project_in}.weight"), None)
             self._project_out = make_linear(take(f"{OWN.project_out}.weight"), None)
-        self._ropes = [Rope(rope, spec.attention.head_dim, device) for rope in spec.ropes]
+        sizes = {x.attention.rope: x.attention.head_dim for x in spec.layers}
+        self._ropes = [Rope(rope, sizes[i], device) for i, rope in enumerate(spec.ropes)]
         self.layers = list(
             map_layers(
                 lambda i: _build_layer(spec, take, take_four_bit, ranks, i), range(spec.num_layers)
@@ -332,6 +338,8 @@ def _build_layer(
         mlp_out_norm=norm(OWN.mlp_out_norm, exists=norms.mlp_out),
         qk_norm=_build_qk_norm(spec, attention, take, prefix),
         is_plain=is_default(layer, except_for=("attention", "mlp")),
+        eps=spec.norm.eps,
+        output_scale=take(f"{prefix}.{OUTPUT_SCALE}") if layer.has_output_scale else None,
     )
 
 

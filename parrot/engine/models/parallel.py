@@ -174,10 +174,12 @@ def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
 
 
 def _can_divide(spec: DecoderSpec, size: int) -> bool:
-    num_heads, num_kv_heads = spec.attention.num_heads, spec.attention.num_kv_heads
-    divides_kv = num_kv_heads % size == 0 or size % num_kv_heads == 0
-    divides_widths = all(width % size == 0 for width in spec.mlp_widths)
-    return num_heads % size == 0 and divides_widths and divides_kv
+    divides_heads = all(
+        x.attention.num_heads % size == 0
+        and (x.attention.num_kv_heads % size == 0 or size % x.attention.num_kv_heads == 0)
+        for x in spec.layers
+    )
+    return divides_heads and all(width % size == 0 for width in spec.mlp_widths)
 
 
 class SummedLinear:

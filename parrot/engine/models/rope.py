@@ -23,6 +23,9 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int) -> torch.Tensor:
         frequencies = _llama3(frequencies, spec)
     elif spec.kind == "yarn":
         frequencies = _yarn(frequencies, spec)
+    elif spec.kind == "proportional":
+        frequencies[int(float(spec.scaling["share"]) * size // 2) :] = 0.0
+        frequencies = frequencies / float(spec.scaling.get("factor", 1.0))
     return F.pad(frequencies, (0, (head_dim - size) // 2))
 
 

@@ -5,14 +5,14 @@ builds all decoders from the same parts, and `tensors.py` derives the tensors of
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from parrot.engine.kernels.attention_shape import ScoreRule
 
 HFConfig = Mapping[str, Any]
 
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "factors"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "factors", "proportional"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +21,7 @@ class RopeSpec:
 
     theta: float
     # "longrope" and "factors" (GGUF files) divide each frequency by a factor of its own.
+    # "proportional" rotates the first pairs with the frequencies that they have in whole heads.
     kind: RopeKind = "default"
     scaling: Mapping[str, Any] = field(default_factory=dict)  # Parameters of `kind`.
     num_rotated: int | None = None  # The first dimensions of a head that rotate; None: all.
@@ -87,6 +88,8 @@ class AttentionSpec:
     head_dim: int
     rope: int | None = 0  # Index into `DecoderSpec.ropes`; None: heads are not rotated.
     qk_norm: HeadNorms = ""  # Norms of q and k.
+    v_norm: bool = False  # An RMS norm of each head of v, without gains.
+    v_is_k: bool = False  # v has the weights of k.
     qkv_bias: bool = False
     o_bias: bool = False
     scale: float | None = None  # Factor of scores; None: 1 / sqrt(head_dim).
@@ -137,11 +140,20 @@ class LayerSpec:
     # Attention and MLP have the same input. Without `norms.mlp` they also share its norm.
     parallel: bool = False
     residual_scale: float = 1.0  # Factor of the outputs of attention and MLP.
+    has_output_scale: bool = False  # A tensor has a factor of the layer's output.
+
+
+class LayerGroup(NamedTuple):
+    """Layers whose KV has the same shape."""
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    head_dim: int
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The shape and the variants of a decoder. KV heads are equal in all layers."""
+    """The shape and the variants of a decoder."""
 
     architecture: str
     vocab_size: int
@@ -168,8 +180,16 @@ class DecoderSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of the first layer. The shape of heads is equal in all layers."""
+        """The attention of the first layer. In most models, all layers have its heads."""
         return self.layers[0].attention
+
+    @property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        shapes = [(x.attention.num_kv_heads, x.attention.head_dim) for x in self.layers]
+        return tuple(
+            LayerGroup(tuple(i for i, other in enumerate(shapes) if other == shape), *shape)
+            for shape in dict.fromkeys(shapes)
+        )
 
     @property
     def rules(self) -> list[ScoreRule]:

@@ -17,6 +17,7 @@ from parrot.engine.models.spec import (
 )
 
 OWN = TensorNames()  # The decoder's own names.
+OUTPUT_SCALE = "layer_scalar"  # A layer's tensor that belongs to no module.
 _FIELDS = {getattr(OWN, x.name): x.name for x in fields(OWN)}
 
 Shape = tuple[int, ...]
@@ -117,6 +118,11 @@ def _layer_plan(
     """`sources`: the shapes of the layer's tensors without padding."""
     names, attention = spec.names, spec.layers[index].attention
     module, _, parameter = name.rpartition(".")
+    if not module:
+        return TensorPlan(f"{names.layer.format(i=index)}.{name}", shape, shape)
+    if module == OWN.v and attention.v_is_k:
+        k = _layer_plan(spec, index, f"{OWN.k}.{parameter}", shape, sources)
+        return replace(k, order=())
     joined = _joined(names, module)
     sizes = [sources[f"{other}.{parameter}"][0] for other in joined]
     place, head_dim = joined.index(module), attention.unpadded().head_dim
@@ -199,6 +205,8 @@ def _layer_shapes(spec: DecoderSpec, layer: LayerSpec) -> dict[str, Shape]:
     )
     if mlp.gated:
         shapes |= _module(OWN.gate, mlp.width, hidden, bias=mlp.bias)
+    if layer.has_output_scale:
+        shapes[OUTPUT_SCALE] = (1,)
     return shapes
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from parrot.engine.attention.context_tree import GateConfig, IntArray
+from parrot.engine.attention.grouped import GroupedAttention
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import StepRows, WorkList, WorkPlanner
@@ -25,6 +26,7 @@ from parrot.engine.core.steps import (
     Transfer,
 )
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.device import StepReads, detect_device_loss
 from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
@@ -241,13 +243,13 @@ class ModelRunner:
             options.num_host_blocks,
             draft_sizes=_DRAFT_SIZES,
         )
-        self._attention = TorchAttention(self._cache.pooled, spec.attention.num_heads, spec.rules)
+        self._attention = _attention(self._cache, spec)
         max_blocks = -(-self._info.max_seq_len // block_size)
         self._inputs = InputBuilder(2 * options.max_rows, max_blocks, block_size)
         most = options.max_threads
         self._threads = None if most is None else StepThreads(most)
         self._layers: Layers | None = None
-        if make_layers is not None:
+        if make_layers is not None and isinstance(self._attention, TorchAttention):
             self._layers = make_layers(model, self._cache.pooled, self._attention)
         self.planner = WorkPlanner(self._attention.shape, options.gate, WHOLE_SPANS)
         self._unit = unit
@@ -325,7 +327,8 @@ class ModelRunner:
         token_ids = self._tensor(inputs.token_ids)
         if self._layers is not None:
             return self._layers.forward(token_ids, inputs.positions, inputs.step, work, rows)
-        attend = partial(self._attention.run, plan=self._attention.plan(work, inputs.step))
+        attention = self._attention
+        attend = partial(attention.run, plan=attention.plan(work, inputs.step))  # type: ignore[arg-type]
         return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -338,3 +341,16 @@ class ModelRunner:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).long().to(self._model.device)
+
+
+def _attention(cache: KVCache, spec: DecoderSpec) -> TorchAttention | GroupedAttention:
+    groups, pools = cache.layout.groups, cache.pooled_groups()
+    parts = [
+        TorchAttention(
+            pool,
+            spec.layers[layers[0]].attention.num_heads,
+            [spec.rules[layer] for layer in layers],
+        )
+        for pool, (layers, _, _) in zip(pools, groups, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else GroupedAttention(parts, [x.layers for x in groups])

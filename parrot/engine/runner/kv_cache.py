@@ -1,4 +1,4 @@
-"""The KV cache of all contexts: one pool of blocks.
+"""The KV cache of all contexts: one pool of blocks for each group of layers (`LayerGroup`).
 
     pool [layers, 2 (k, v), kv_heads, blocks, block_size, head_dim]
     exponents [layers, 2, kv_heads, blocks, block_size], if it is quantised (`attention.quantised`)
@@ -22,7 +22,7 @@ from parrot.engine.attention.context_tree import IntArray
 from parrot.engine.attention.quantised import PooledKV
 from parrot.engine.core.steps import BlockCopy, RunnerInfo
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.spec import DecoderSpec
+from parrot.engine.models.spec import DecoderSpec, LayerGroup
 from parrot.engine.runner.device import device_name
 from parrot.engine.runner.host.copies import HostCopies, PlainCopies, available_memory
 
@@ -34,11 +34,9 @@ _DEVICE_SHARE_OF_FREE = 0.9  # The default pool takes this share of the free GPU
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shape and the type of a model's KV."""
+    """The shapes and the type of a model's KV. A block has the KV of all groups of layers."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    groups: tuple[LayerGroup, ...]
     block_size: int  # Tokens per block.
     dtype: torch.dtype  # The type that attention reads. A quantised pool stores e4m3 instead.
     quantised: bool = False
@@ -47,9 +45,7 @@ class KVLayout:
     def of(
         cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype, *, quantised: bool = False
     ) -> "KVLayout":
-        heads = spec.attention
-        shape = (spec.num_layers, heads.num_kv_heads, heads.head_dim, block_size)
-        return cls(*shape, dtype, quantised)
+        return cls(spec.layer_groups, block_size, dtype, quantised)
 
     @property
     def dtype_name(self) -> str:
@@ -57,8 +53,12 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
-        rows = self.num_layers * 2 * self.num_kv_heads * self.block_size
-        return rows * (self.head_dim + 1 if self.quantised else self.head_dim * self.dtype.itemsize)
+        size = 1 if self.quantised else self.dtype.itemsize
+        exponent = 1 if self.quantised else 0
+        return sum(
+            len(layers) * 2 * num_kv_heads * self.block_size * (head_dim * size + exponent)
+            for layers, num_kv_heads, head_dim in self.groups
+        )
 
 
 def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int = 1) -> int:
@@ -83,38 +83,52 @@ class KVCache:
         self._device = device
         self._paged = paged
         dtype = torch.uint8 if layout.quantised else layout.dtype
-        self.pool = self._allocate((layout.block_size, layout.head_dim), dtype)
-        self.exponents: torch.Tensor | None = None
+        size = layout.block_size
+        self.pools = [
+            self._allocate(group, (size, group.head_dim), dtype) for group in layout.groups
+        ]
+        self.exponents: list[torch.Tensor] = []
         if layout.quantised:
-            self.exponents = self._allocate((layout.block_size,), torch.uint8)
+            self.exponents = [
+                self._allocate(group, (size,), torch.uint8) for group in layout.groups
+            ]
 
-    def _allocate(self, block: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        layout, middle = self.layout, (self.layout.num_kv_heads, self.num_blocks)
-        shape = (layout.num_layers, 2, *(reversed(middle) if self._paged else middle), *block)
+    def _allocate(
+        self, group: LayerGroup, block: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        middle = (group.num_kv_heads, self.num_blocks)
+        shape = (len(group.layers), 2, *(reversed(middle) if self._paged else middle), *block)
         memory = _zeros(shape, dtype, self._device)
         return memory.transpose(2, 3) if self._paged else memory
 
     @property
     def pooled(self) -> PooledKV:
-        """The pool for attention, with dimensions in memory order."""
-        numbers, exponents = self.pool, self.exponents
-        if self._paged:
-            numbers = numbers.transpose(2, 3)
-            exponents = None if exponents is None else exponents.transpose(2, 3)
-        return PooledKV(numbers, exponents, self.layout.dtype)
+        """The pool of the only group for attention, with dimensions in memory order."""
+        [pool] = self.pooled_groups()
+        return pool
+
+    def pooled_groups(self) -> list[PooledKV]:
+        """`pooled` of each group of layers."""
+        numbers = map(self._in_order, self.pools)
+        exponents = map(self._in_order, self.exponents)
+        dtype = self.layout.dtype
+        return [PooledKV(pool, next(exponents, None), dtype) for pool in numbers]
+
+    def _in_order(self, memory: torch.Tensor) -> torch.Tensor:
+        return memory.transpose(2, 3) if self._paged else memory
 
     @property
     def block_tensors(self) -> tuple[torch.Tensor, ...]:
         """Tensors [layers, 2, kv_heads, blocks, block_size, ...]. Block b is `t[:, :, :, b]`.
 
         In the paged layout `t[l, i, :, b]` is contiguous."""
-        return (self.pool,) if self.exponents is None else (self.pool, self.exponents)
+        return (*self.pools, *self.exponents)
 
     def host_copies(self, num_slots: int) -> HostCopies | None:
         """Make a host tier with `num_slots` slots; None for 0 slots."""
         if not num_slots:
             return None
-        if self._paged and self.pool.is_cuda:
+        if self._paged and self._device.type == "cuda":
             from parrot.engine.runner.host.cuda import CudaCopies  # Imports Triton.
 
             return CudaCopies(self.block_tensors, self.layout.block_size, num_slots)
@@ -133,7 +147,7 @@ class KVCache:
                 if not self._paged:
                     target[:, :, :, copy.num_tokens :] = 0
         if not self._paged and fresh_blocks is not None and len(fresh_blocks):
-            blocks = torch.from_numpy(fresh_blocks).long().to(self.pool.device)
+            blocks = torch.from_numpy(fresh_blocks).long().to(self._device)
             for tensor in self.block_tensors:
                 tensor.index_fill_(3, blocks, 0)
 

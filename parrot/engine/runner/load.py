@@ -202,6 +202,8 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     head_dim = spec.attention.head_dim
     if not least <= head_dim <= _MAX_HEAD_DIM or not _is_power_of_two(head_dim):
         reasons.append(f"the kernels have no heads of size {head_dim}")
+    if len(spec.layer_groups) > 1:
+        reasons.append("the kernels need heads of one shape in all layers")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
     if quantised and torch.cuda.get_device_capability(device) < _E4M3:

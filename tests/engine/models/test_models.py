@@ -59,6 +59,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
     ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0}),
     ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": False}),
+    ("gemma4", {"attention_k_eq_v": False}),
     ("cohere", {"use_qk_norm": True, "attention_bias": True}),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True, "n_inner": 32}),
     ("gpt_neox", {"use_parallel_residual": False, "rotary_pct": 1.0}),
@@ -214,7 +215,8 @@ def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
             "'MambaForCausalLM'.* no recurrent layers; use .*huggingface.* runs .*Llama",
         ),
         ("llama", {"architectures": ["Qwen3MoeForCausalLM"]}, "it has no mixtures of experts; use"),
-        ("gemma3", {"architectures": ["Gemma4ForCausalLM"]}, "heads whose size differs"),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input: 8"),
+        ("gemma4", {"enable_moe_block": True}, "enable_moe_block"),
         ("llama", {"architectures": ["NewForCausalLM"]}, "builtin engine; use .*vLLM"),
         ("llama", {"architectures": None}, "architecture '.none.'"),
         ("llama", {"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported"),
@@ -269,6 +271,7 @@ def test_the_layers_with_windows(
 
 WITH_IMAGES = {
     "Gemma3ForConditionalGeneration": "gemma3",
+    "Gemma4ForConditionalGeneration": "gemma4",
     "Mistral3ForConditionalGeneration": "mistral",
 }
 

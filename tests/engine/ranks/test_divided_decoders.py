@@ -25,6 +25,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "opt": {"num_attention_heads": 4},
     "cohere": {"num_attention_heads": 8, "num_key_value_heads": 2, "use_qk_norm": True},
     "gemma3": {"num_attention_heads": 4, "num_key_value_heads": 4},
+    "gemma4": {"num_key_value_heads": 2},
     "gpt_neox": {"num_attention_heads": 4},
     "phi3": {"num_attention_heads": 4, "num_key_value_heads": 2},
 }

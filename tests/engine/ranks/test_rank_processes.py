@@ -16,6 +16,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.steps import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner import load as room
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.copies import GIB, RankTransfers
@@ -172,7 +173,10 @@ def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> No
     runner.close()
 
 
-LAYOUT, CPU = KVLayout(1, 1, 16, 16, torch.float32), torch.device("cpu")
+LAYOUT, CPU = (
+    KVLayout((LayerGroup(tuple(range(1)), 1, 16),), 16, torch.float32),
+    torch.device("cpu"),
+)
 
 
 def test_devices_of_different_kinds_are_refused(

@@ -136,7 +136,7 @@ def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path, kv: str) -> 
     runner = load_runner(config(folder, num_kv_cache_blocks=9, kv_cache_dtype=kv))[0]
     driver = Driver(runner)
     want = driver.generate([driver.context([5, 6, 7])], 10)
-    runner._cache.pool.zero_()
+    runner._cache.pools[0].zero_()
     driver = Driver(runner)
     good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
     driver.step([(good, 2), (bad, 19)])

@@ -456,7 +456,7 @@ def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
     driver = Driver(own)
     good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))
     driver.step([(good, 2), (bad, 19)])
-    own._cache.pool[:, :, :, bad.blocks[0]] = float("nan")
+    own._cache.pools[0][:, :, :, bad.blocks[0]] = float("nan")
     result = driver.step([(good, 1), (bad, 1)])
     assert isinstance(result.errors[bad.context_id], ModelNumerics)
     assert result.tokens.keys() == {good.context_id}
@@ -466,4 +466,4 @@ def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
 def test_warming_up_writes_no_block_of_a_context(make_runners: MakeRunners) -> None:
     _, own = make_runners("opt")
     own.warm_up()
-    assert not own._cache.pool[:, :, :, :BLOCKS].any()
+    assert not own._cache.pools[0][:, :, :, :BLOCKS].any()

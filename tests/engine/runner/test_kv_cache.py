@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from parrot.engine.core.steps import BlockCopy
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner import kv_cache
 from parrot.engine.runner.kv_cache import MIB, KVCache, KVLayout, blocks_in_free_memory
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=4, dtype=torch.float32)
+LAYOUT = KVLayout((LayerGroup((0, 1), 3, 4),), block_size=4, dtype=torch.float32)
 QUANTISED = replace(LAYOUT, quantised=True)
 NONE = np.empty(0, dtype=np.int64)
 CPU = torch.device("cpu")
@@ -20,25 +21,25 @@ CPU = torch.device("cpu")
 
 def filled_cache() -> KVCache:
     cache = KVCache(LAYOUT, 6, CPU)
-    cache.pool.copy_(torch.arange(cache.pool.numel()).view_as(cache.pool))
+    cache.pools[0].copy_(torch.arange(cache.pools[0].numel()).view_as(cache.pools[0]))
     return cache
 
 
 def test_the_pool_has_the_size_that_is_reported() -> None:
     cache = KVCache(LAYOUT, 6, CPU)
-    assert cache.pool.shape == (2, 2, 3, 6, 4, 4)
-    assert cache.num_bytes == cache.pool.numel() * 4
-    assert not cache.pool.any()
+    assert cache.pools[0].shape == (2, 2, 3, 6, 4, 4)
+    assert cache.num_bytes == cache.pools[0].numel() * 4
+    assert not cache.pools[0].any()
 
 
 def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
     cache = filled_cache()
-    before = cache.pool.clone()
+    before = cache.pools[0].clone()
     cache.prepare([BlockCopy(source=1, target=4, num_tokens=3)], NONE)
-    assert torch.equal(cache.pool[:, :, :, 4, :3], before[:, :, :, 1, :3])
-    assert not cache.pool[:, :, :, 4, 3:].any()
+    assert torch.equal(cache.pools[0][:, :, :, 4, :3], before[:, :, :, 1, :3])
+    assert not cache.pools[0][:, :, :, 4, 3:].any()
     others = [0, 1, 2, 3, 5]
-    assert torch.equal(cache.pool[:, :, :, others], before[:, :, :, others])
+    assert torch.equal(cache.pools[0][:, :, :, others], before[:, :, :, others])
 
 
 def test_the_tensors_of_a_block_are_all_that_it_holds() -> None:
@@ -66,24 +67,24 @@ def test_quantised_blocks_take_a_byte_for_each_number_and_each_row() -> None:
 
 def test_copies_happen_in_order() -> None:
     cache = filled_cache()
-    first = cache.pool[:, :, :, 0].clone()
+    first = cache.pools[0][:, :, :, 0].clone()
     cache.prepare([BlockCopy(0, 1, 4), BlockCopy(1, 2, 4)], NONE)
-    assert torch.equal(cache.pool[:, :, :, 2], first)
+    assert torch.equal(cache.pools[0][:, :, :, 2], first)
 
 
 def test_copies_come_before_fresh_blocks_are_cleared() -> None:
     cache = filled_cache()
-    source = cache.pool[:, :, :, 3].clone()
+    source = cache.pools[0][:, :, :, 3].clone()
     cache.prepare([BlockCopy(3, 5, 4)], np.array([3]))
-    assert torch.equal(cache.pool[:, :, :, 5], source)
-    assert not cache.pool[:, :, :, 3].any()
+    assert torch.equal(cache.pools[0][:, :, :, 5], source)
+    assert not cache.pools[0][:, :, :, 3].any()
 
 
 def test_what_an_earlier_owner_left_is_gone_even_if_it_was_nan() -> None:
     cache = KVCache(LAYOUT, 3, CPU)
-    cache.pool.fill_(float("nan"))
+    cache.pools[0].fill_(float("nan"))
     cache.prepare([BlockCopy(0, 1, 0)], np.array([2]))
-    assert not cache.pool[:, :, :, 1:].isnan().any()
+    assert not cache.pools[0][:, :, :, 1:].isnan().any()
 
 
 def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,10 @@ ARCHITECTURES = {  # By the name in config.json.
     "Gemma3ForConditionalGeneration": Architecture(
         "gemma.gemma3_with_images", "Gemma 3 4B, 12B and 27B, without images"
     ),
+    "Gemma4ForCausalLM": Architecture("gemma.gemma4", "Gemma 4 12B and 31B"),
+    "Gemma4ForConditionalGeneration": Architecture(
+        "gemma.gemma4_with_images", "Gemma 4 12B and 31B, without images"
+    ),
     "GemmaForCausalLM": Architecture("gemma.gemma", "Gemma"),
     "Glm4ForCausalLM": Architecture("glm.glm4", "GLM-4-0414"),
     "GraniteForCausalLM": Architecture("llama.granite", "Granite 3"),
@@ -52,7 +56,6 @@ _MISSING = {
     "Llama4": "mixtures of experts and chunked attention",
     "Deepseek": "latent attention and mixtures of experts",
     "KimiK2": "latent attention and mixtures of experts",
-    "Gemma4": "heads whose size differs between layers",
     "Gemma3n": "embeddings of each layer",
     "Qwen3Next": "linear attention",
     "Qwen3_5": "linear attention",

@@ -1,10 +1,11 @@
-"""Gemma 1, 2 and 3 (text): gains with an offset of 1, and scaled embeddings."""
+"""Gemma 1 to 4 (text): scaled embeddings, and from 2 on norms on both sides and windows."""
 
 from dataclasses import replace
 from typing import Any
 
 from parrot.engine.models.families.common import (
     gated,
+    heads,
     read_rope,
     sliding_layers,
     text_part,
@@ -37,7 +38,7 @@ _GEMMA3_DEFAULTS = {
     "num_key_value_heads": 4,
     "max_position_embeddings": 131072,
 }
-_LOCAL, _GLOBAL = 0, 1  # Indices of Gemma 3's ropes.
+_LOCAL, _GLOBAL = 0, 1  # Indices of the ropes of Gemma 3 and 4.
 
 
 def gemma(config: HFConfig) -> DecoderSpec:
@@ -71,6 +72,65 @@ def gemma3_with_images(config: HFConfig) -> DecoderSpec:
     return text_part({"tie_word_embeddings": True, **config, "text_config": text}, gemma3)
 
 
+def gemma4(config: HFConfig) -> DecoderSpec:
+    """Layers without a window have larger heads, which may have the keys as values."""
+    _require_dense(config)
+    slides = sliding_layers(config, lambda index: (index + 1) % 6 != 0)
+    slides[-1] = False
+    config = {"head_dim": _HEAD_DIM, **config}
+    large = {**config, "head_dim": config.get("global_head_dim") or 512}
+    same = bool(config.get("attention_k_eq_v", False))
+    if same:
+        large["num_key_value_heads"] = (
+            config.get("num_global_key_value_heads") or (config["num_key_value_heads"])
+        )
+    attention, norm = heads(large), NormSpec(eps=float(config.get("rms_norm_eps", 1e-6)))
+    spec = _both_sides(_scaled(config, "hidden_activation", *_gemma4_ropes(config, large)), config)
+    spec = spec.with_attention(qk_norm="head", scale=1.0, v_norm=True)
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        own = layer.attention
+        if not slides[index]:
+            size, kv_heads = attention.head_dim, attention.num_kv_heads
+            own = replace(own, head_dim=size, num_kv_heads=kv_heads, rope=_GLOBAL, v_is_k=same)
+        return replace(layer, attention=own, has_output_scale=True)
+
+    spec = replace(spec.with_layers(change), norm=norm)
+    return with_windows(spec, config.get("sliding_window", 512), slides)
+
+
+def gemma4_with_images(config: HFConfig) -> DecoderSpec:
+    return text_part(config, gemma4)
+
+
+def _require_dense(config: HFConfig) -> None:
+    refused = {
+        "hidden_size_per_layer_input": config.get("hidden_size_per_layer_input", 256),
+        "num_kv_shared_layers": config.get("num_kv_shared_layers", 0),
+        "enable_moe_block": config.get("enable_moe_block", False),
+        "use_double_wide_mlp": config.get("use_double_wide_mlp", False),
+        "per_layer_config": config.get("per_layer_config"),
+    }
+    for key, value in refused.items():
+        if value:
+            raise ConfigError(f"{key}: {value!r:.80} is not supported")
+
+
+def _gemma4_ropes(config: HFConfig, large: HFConfig) -> tuple[RopeSpec, RopeSpec]:
+    nested: dict[str, Any] = dict(config.get("rope_parameters") or {})
+    local = nested.get("sliding_attention") or {}
+    whole = nested.get("full_attention") or {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+    }
+    if whole.get("rope_type") != "proportional":
+        return read_rope(config, parameters=local), read_rope(large, theta=1e6, parameters=whole)
+    share = float(whole.get("partial_rotary_factor", 1.0))
+    scaling = {"share": share, "factor": float(whole.get("factor") or 1.0)}
+    theta = float(whole.get("rope_theta") or 1e6)
+    return read_rope(config, parameters=local), RopeSpec(theta, "proportional", scaling)
+
+
 def _gemma3_ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
     nested: dict[str, Any] = dict(config.get("rope_parameters") or {})
     local = nested.get("sliding_attention") or {}
@@ -93,8 +153,8 @@ def _both_sides(spec: DecoderSpec, config: HFConfig) -> DecoderSpec:
 
 
 def _scaled(config: HFConfig, activation_key: str, *ropes: RopeSpec) -> DecoderSpec:
-    if config.get("use_bidirectional_attention"):
-        raise ConfigError("use_bidirectional_attention: true is not supported")
+    if config.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise ConfigError("use_bidirectional_attention is not supported")
     config = {"head_dim": _HEAD_DIM, **config}
     norm = NormSpec(eps=float(config.get("rms_norm_eps", 1e-6)), gain_offset=1.0)
     spec = gated(

@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 
 from parrot.engine.core.steps import BlockCopy, SequenceStep, StepPlan, Transfer
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner.host import cuda
 from parrot.engine.runner.host.cuda import CudaCopies
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
@@ -21,7 +22,7 @@ from parrot.engine.runner.ranks.steps import StepReader
 from tests.support.late_streams import LateStream, late_streams, on
 
 NUM_BLOCKS, NUM_SLOTS, BLOCK_SIZE = 7, 6, 2
-LAYOUT = KVLayout(1, 1, 4, BLOCK_SIZE, torch.float32)
+LAYOUT = KVLayout((LayerGroup((0,), 1, 4),), BLOCK_SIZE, torch.float32)
 
 Contents = dict[int, float]
 """By block."""
@@ -56,11 +57,11 @@ class Rank:
             self.stream.put(lambda block=block, number=number: self._fill(block, number))
 
     def _check(self, block: int, number: float) -> None:
-        found = self._cache.pool[:, :, :, block]
+        found = self._cache.pools[0][:, :, :, block]
         assert (found == self._factor * number).all(), (block, number, self._factor, found)
 
     def _fill(self, block: int, number: float) -> None:
-        self._cache.pool[:, :, :, block] = self._factor * number
+        self._cache.pools[0][:, :, :, block] = self._factor * number
 
 
 class World:

@@ -10,6 +10,7 @@ import torch
 
 from parrot.engine.core.steps import BlockCopy, Landed, SequenceStep, StepPlan, Transfer
 from parrot.engine.kernels import block_copy_kernels
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner.host import cuda
 from parrot.engine.runner.host.copies import RankTransfers
 from parrot.engine.runner.host.cuda import CudaCopies
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BLOCK_SIZE = 4
-LAYOUT = KVLayout(2, 2, 16, BLOCK_SIZE, torch.bfloat16, quantised=True)
+LAYOUT = KVLayout((LayerGroup((0, 1), 2, 16),), BLOCK_SIZE, torch.bfloat16, quantised=True)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch  # isort: skip
 
 from parrot.engine.config import BuiltinConfig, parse_engine_config
 from parrot.engine.core.steps import Transfer
+from parrot.engine.models.spec import LayerGroup
 from parrot.engine.runner.host import copies as available
 from parrot.engine.runner.host.copies import GIB, HostMemory, PlainCopies, block_parts, host_slots
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
@@ -16,8 +17,8 @@ from parrot.utils.config import ConfigError
 CPU = torch.device("cpu")
 MIB = 1 << 20
 LAYOUTS = [
-    KVLayout(2, 3, 16, 4, torch.float32),
-    KVLayout(2, 1, 16, 8, torch.bfloat16, quantised=True),
+    KVLayout((LayerGroup((0, 1), 3, 16),), 4, torch.float32),
+    KVLayout((LayerGroup((0, 1), 1, 16),), 8, torch.bfloat16, quantised=True),
 ]
 
 
