@@ -56,6 +56,19 @@ async def test_a_body_that_is_not_declared_as_json_is_refused(
             assert "application/json" in await response.text()
 
 
+async def test_an_empty_post_of_a_page_is_refused(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    """A page of another site can send it without the server's permission."""
+    for origin in ("https://evil.example", "http://localhost:3000", "null"):
+        for url in urls(cluster):
+            async with http.post(url, headers={"Origin": origin}) as response:
+                assert response.status == 415, url
+    json = {"Origin": "http://localhost:9000", "Content-Type": "application/json"}
+    async with http.post(cluster.core_url + "/v1/session", headers=json) as response:
+        assert response.status == 200
+
+
 @pytest.mark.parametrize("declared", ["application/json", "Application/JSON; charset=utf-8"])
 async def test_json_and_no_body_at_all_are_taken(
     cluster: Cluster, http: aiohttp.ClientSession, declared: str
