@@ -217,7 +217,7 @@ class _Call:
     rows: torch.Tensor | None  # Rows of q; None for all rows of the step, in order.
     blocks: torch.Tensor  # [items * blocks of an item].
     gathered: torch.Tensor  # Buffer for the blocks [2 * kv_heads, all blocks, numbers of a block].
-    masks: dict[int | None, torch.Tensor | None]  # For `attend`, by the size of the window.
+    mask: torch.Tensor | None  # For `attend`.
     causal: Causal | None  # For `attend_causal`.
     num_items: int
     num_rows: int  # Rows of an item.
@@ -236,12 +236,19 @@ class _Merge:
 
 
 @dataclass(frozen=True, slots=True)
+class _Calls:
+    """The calls of a step, for layers with the same window."""
+
+    calls: tuple[_Call, ...]
+    merge: _Merge | None  # None if the result of the only call is the result of the step.
+
+
+@dataclass(frozen=True, slots=True)
 class TorchPlan:
     """The attention plan of a step."""
 
     slots: torch.Tensor  # The slot of each row's KV: block * block_size + offset.
-    calls: tuple[_Call, ...]
-    merge: _Merge | None  # None if the result of the only call is the result of the step.
+    calls: dict[int | None, _Calls]  # By the size of the window; None: no window.
 
 
 class PromptKernel(Protocol):
@@ -278,7 +285,7 @@ class TorchAttention:
         self.prompts: PromptKernel | None = None
         self._plain = plain_rule(head_dim)
         self._rules = rules or [self._plain] * len(pool.numbers)
-        self._windows = sorted({rule.window for rule in self._rules if rule.window is not None})
+        self._windows = list(dict.fromkeys(rule.window for rule in self._rules))
 
     def plan(self, work: WorkList, step: StepRows) -> TorchPlan:
         size = self.shape.page_size
@@ -287,12 +294,21 @@ class TorchAttention:
         items = np.concatenate((work.narrow, work.shared, work.fills, work.converted_fills)).astype(
             np.int64
         )
+        calls = {window: self._calls(items, work, step, window) for window in self._windows}
+        return TorchPlan(self._tensor(slots), calls)
+
+    def _calls(
+        self, items: LongArray, work: WorkList, step: StepRows, window: int | None
+    ) -> _Calls:
+        positions = step.positions.astype(np.int64)
+        if window is not None:
+            items = _in_window(items, work, positions, window, self.shape.page_size)
         calls, owners = [], []
         for members in _group(items[:, Q_COUNT], _num_keys(items, work, positions)):
-            call, rows = self._call(items[members], work, step, positions)
+            call, rows = self._call(items[members], work, step, positions, window)
             calls.append(call)
             owners.append(rows)
-        return TorchPlan(self._tensor(slots), tuple(calls), self._merge(owners, len(positions)))
+        return _Calls(tuple(calls), self._merge(owners, len(positions)))
 
     def run(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TorchPlan
@@ -301,9 +317,10 @@ class TorchAttention:
             (k, v), exponents = quantise(torch.stack((k, v)))
             _store(self._pool.exponents[layer].flatten(2, 3), plan, exponents)
         _store(self._slots[layer], plan, (k, v))
-        merge = plan.merge
+        planned = plan.calls[self._rules[layer].window]
+        merge = planned.merge
         with_lse = merge is not None and merge.parts is not None
-        partials = [self._run_call(call, q, layer, with_lse) for call in plan.calls]
+        partials = [self._run_call(call, q, layer, with_lse) for call in planned.calls]
         if merge is None:
             return partials[0][0].flatten(1)
         return _merge_partials(partials, merge).flatten(1)
@@ -312,7 +329,12 @@ class TorchAttention:
         return torch.from_numpy(array).to(self._device)
 
     def _call(
-        self, items: LongArray, work: WorkList, step: StepRows, positions: LongArray
+        self,
+        items: LongArray,
+        work: WorkList,
+        step: StepRows,
+        positions: LongArray,
+        window: int | None,
     ) -> tuple[_Call, LongArray]:
         """The call for `items`, and the row of each of its partial results; -1 for padding."""
         items = items[np.argsort(items[:, Q_FIRST], kind="stable")]
@@ -331,18 +353,17 @@ class TorchAttention:
         num_keys = blocks.shape[1] * size
         dtype = self._product_type(rows.size * num_keys)
         causal = self._causal(visible, dtype)
-        masks: dict[int | None, torch.Tensor | None] = {}
+        mask = None
         if causal is None:
-            seen = np.maximum(visible, 1)
-            masks[None] = self._mask(seen, num_keys, dtype)
-            before = positions[rows] + 1 - items[:, KV_FIRST, None]
-            for window in self._windows:
-                masks[window] = self._window_mask(seen, before - window, num_keys, dtype)
+            before = None
+            if window is not None:
+                before = positions[rows] + 1 - window - items[:, KV_FIRST, None]
+            mask = self._mask(np.maximum(visible, 1), before, num_keys, dtype)
         call = _Call(
             rows=None if in_order else self._tensor(rows.ravel()),
             blocks=self._tensor(blocks.ravel()),
             gathered=self._room(blocks.size),
-            masks=masks,
+            mask=mask,
             causal=causal,
             num_items=len(items),
             num_rows=len(column),
@@ -366,26 +387,24 @@ class TorchAttention:
             self._gathered = self._gathered.new_empty(heads * num_blocks * size * 5 // 4)
         return self._gathered[: heads * num_blocks * size].view(heads, num_blocks, size)
 
-    def _mask(self, visible: LongArray, num_keys: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """A mask per KV head that hides all keys except the first `visible` [items, rows]."""
+    def _mask(
+        self, visible: LongArray, before: LongArray | None, num_keys: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """A mask per KV head that hides all keys except the first `visible` [items, rows].
+
+        It also hides the first `before` keys [items, rows]."""
+        keys = np.arange(num_keys)
+        if before is not None and (before > 0).any():
+            hides = (keys >= visible[:, :, None]) | (keys < before[:, :, None])
+            # A row may see no key of an item, and a softmax over infinities would be NaN.
+            return self._of_heads(np.repeat(hides, self.shape.group, axis=1), dtype, _NO_SCORE)
         if (visible == num_keys).all():
             return None
         if (visible == visible[:, :1]).all():
             visible = visible[:, :1]
         else:
             visible = np.repeat(visible, self.shape.group, axis=1)
-        return self._of_heads(np.arange(num_keys) >= visible[:, :, None], dtype)
-
-    def _window_mask(
-        self, visible: LongArray, before: LongArray, num_keys: int, dtype: torch.dtype
-    ) -> torch.Tensor | None:
-        """`_mask` that also hides the first `before` keys [items, rows]."""
-        if (before <= 0).all():
-            return self._mask(visible, num_keys, dtype)
-        keys = np.arange(num_keys)
-        hides = (keys >= visible[:, :, None]) | (keys < before[:, :, None])
-        # A row may see no key of an item, and a softmax over infinities would be NaN.
-        return self._of_heads(np.repeat(hides, self.shape.group, axis=1), dtype, _NO_SCORE)
+        return self._of_heads(keys >= visible[:, :, None], dtype)
 
     def _of_heads(
         self, hides: npt.NDArray[np.bool_], dtype: torch.dtype, value: float = -math.inf
@@ -404,7 +423,7 @@ class TorchAttention:
         size = max(SCORES // last, LEAST_ROWS) // group
         rows = np.arange(min(max(size, 1), _MOST_TOKENS, count))
         tokens = np.repeat(rows, group)[:, None]
-        window = self._hidden(rows < tokens, dtype) if self._windows else None
+        window = self._hidden(rows < tokens, dtype) if any(self._windows) else None
         return Causal(last, group, self._hidden(rows > tokens, dtype), window)
 
     def _hidden(
@@ -446,8 +465,7 @@ class TorchAttention:
         kv = self._read(call, layer).view(2, kv_heads * n, -1, d).to(call.dtype)
         k, v = kv.unbind()  # Unpacking the tensor itself is slower.
         if call.causal is None:
-            mask = call.masks[rule.window]
-            out, lse = attend(picked, k, v, rule, mask=mask, with_lse=with_lse)
+            out, lse = attend(picked, k, v, rule, mask=call.mask, with_lse=with_lse)
         else:
             out, lse = attend_causal(picked, k, v, rule, call.causal, with_lse=with_lse)
         out = out.view(kv_heads, n, rows, group, d).permute(1, 2, 0, 3, 4)
@@ -486,6 +504,18 @@ def _num_visible(items: LongArray, positions: LongArray) -> LongArray:
     ends = items[:, KV_END, None]
     ends = np.where(items[:, OWN, None] != 0, np.minimum(ends, positions + 1), ends)
     return ends - items[:, KV_FIRST, None]
+
+
+def _in_window(
+    items: LongArray, work: WorkList, positions: LongArray, window: int, page_size: int
+) -> LongArray:
+    """Items without the pages that are in no row's window."""
+    counts = items[:, Q_COUNT, None]
+    rows = _rows(items, work, np.minimum(np.arange(counts.max()), counts - 1))
+    first = np.maximum(positions[rows].min(axis=1) + 1 - window, 0) // page_size * page_size
+    clipped = items.copy()
+    clipped[:, KV_FIRST] = np.maximum(items[:, KV_FIRST], first)
+    return clipped[clipped[:, KV_FIRST] < items[:, KV_END]]
 
 
 def _num_keys(items: LongArray, work: WorkList, positions: LongArray) -> LongArray:

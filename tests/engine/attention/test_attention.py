@@ -20,7 +20,7 @@ from parrot.engine.attention.torch_attention import (
     merge,
 )
 from parrot.engine.attention.work_list import SplitConfig, WorkList, plan_work
-from parrot.engine.kernels.attention_shape import AttentionShape, plain_rule
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
 from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
 
 BLOCK = 4
@@ -40,7 +40,7 @@ def run(
     blocks = case.step.tables[case.step.requests, case.step.positions // shape.page_size]
     pool[:, :, blocks, case.step.positions % shape.page_size] = 0.0  # the step writes them
     pool = torch.stack((torch.full_like(pool, float("nan")), pool))
-    backend = TorchAttention(PooledKV.plain(pool), shape.num_heads)
+    backend = TorchAttention(PooledKV.plain(pool), shape.num_heads, [case.rule] * 2)
     work = plan_work(case.step, shape, gate, split)
     plan = backend.plan(work, case.step)
     out = backend.run(1, case.q, case.k_new, case.v_new, plan)
@@ -59,6 +59,8 @@ def run(
     gate=st.sampled_from([SHARE_ALL, GateConfig(row_tile=8), None]),
     split=st.sampled_from([WHOLE_SPANS, SMALL_WHOLE, SMALL_SPLITS]),
     seed=st.integers(0, 99),
+    window=st.sampled_from([None, None, 1, 5, 9, 30, 1000]),
+    softcap=st.sampled_from([None, None, 1.5]),
 )
 def test_random_trees_match_the_reference(
     shape: tuple[int, int, int],
@@ -66,6 +68,8 @@ def test_random_trees_match_the_reference(
     gate: GateConfig | None,
     split: SplitConfig,
     seed: int,
+    window: int | None,
+    softcap: float | None,
 ) -> None:
     """Trees of contexts, decodes beside fills, cut up as for a CPU and as for the kernels."""
     kv_heads, group, dim = shape
@@ -75,6 +79,7 @@ def test_random_trees_match_the_reference(
         AttentionShape(kv_heads * group, kv_heads, dim, BLOCK),
         dtype=torch.float32,
         seed=seed,
+        rule=ScoreRule(dim**-0.5, softcap, window),
     )
     out, _ = run(case, AttentionShape(kv_heads * group, kv_heads, dim, BLOCK), gate, split)
     assert relative_error(out, case.expected) < 2e-6
@@ -215,7 +220,8 @@ def test_causal_attention_block_by_block(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_long_fills_beside_decodes(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 1, 70, 200])
+def test_long_fills_beside_decodes(dtype: torch.dtype, window: int | None) -> None:
     """A beginning and a continuation are calls of their own, the rest shares one."""
     shape = AttentionShape(6, 2, 16, BLOCK)
     requests = [
@@ -224,7 +230,8 @@ def test_long_fills_beside_decodes(dtype: torch.dtype) -> None:
         Request((), 30),
         Request((PREFIX,), 9, 3),
     ]
-    case = make_case(requests, shape, dtype=dtype, seed=2)
+    rule = ScoreRule(0.25, window=window)
+    case = make_case(requests, shape, dtype=dtype, seed=2, rule=rule)
     tolerance = 2e-6 if dtype is torch.float32 else 0.02
     assert relative_error(run(case, shape, None)[0], case.expected) < tolerance
 
