@@ -31,6 +31,7 @@ from benchmark.engine.gpu_cases import (
     LONG_MODELS,
     MIXED,
     MODELS,
+    OTHER_MODELS,
     PREFILLS,
     Decode,
     Row,
@@ -85,13 +86,13 @@ def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
     runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     cache = runner._cache
-    for layer in cache.pool:
-        if cache.exponents is None:
+    for layer in (layer for pool in cache.pools for layer in pool):
+        if not cache.exponents:
             layer.normal_()
         else:
             layer.random_(0, 256).bitwise_and_(0xBF)  # numbers up to 1.9, of both signs
-    if cache.exponents is not None:
-        cache.exponents.fill_(127)
+    for exponents in cache.exponents:
+        exponents.fill_(127)
     return runner, tokenizer
 
 
@@ -200,7 +201,8 @@ async def bench_http(model: str, shares: bool, kv: str, report: Report) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    known = (*MODELS, *OTHER_MODELS)
+    parser.add_argument("--models", nargs="+", choices=known, default=list(MODELS))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-sharing", dest="shares", action="store_false")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")

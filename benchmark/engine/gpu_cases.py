@@ -19,6 +19,7 @@ Row = dict[str, Any]
 
 GREEDY = ResolvedSampling(temperature=0.0)
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
+OTHER_MODELS = ("gemma-3-4b", "gemma-3-12b", "granite-3.3-8b", "phi-4", "olmo-2-7b")
 LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 
 
@@ -52,6 +53,7 @@ DECODES = {
     "llama-3.1-8b": (*PLAIN, *LONG),
     "llama-2-7b": (*PLAIN, *COPILOT, ROOTS4),
     "llama-2-13b": (*PLAIN[:2], CROWD, *AGENTS),
+    **dict.fromkeys(OTHER_MODELS, PLAIN),
 }
 # (tokens, tokens in one step)
 PREFILLS = {
@@ -59,6 +61,7 @@ PREFILLS = {
     "llama-3.1-8b": ((2048, 2048), (8192, 8192), (8192, 4096), (8192, 2048)),
     "llama-2-7b": ((2048, 2048),),
     "llama-2-13b": ((2048, 2048), (8192, 8192)),
+    **dict.fromkeys(OTHER_MODELS, ((2048, 2048),)),
 }
 MIXED = (256, 512, 1024, 2048, 4096)
 """Prompt tokens in a step beside `CROWD`."""

@@ -26,7 +26,7 @@ def vllm_tokens_per_s(model: str) -> float | None:
 
 
 def _found(model: str, key: str) -> Sequence[float]:
-    reports = [load(f"baseline_vllm-0.25.1-{name}.json") for name in FILES[model]]
+    reports = [load(f"baseline_vllm-0.25.1-{name}.json") for name in FILES.get(model, ())]
     return [report[key] for report in reports if key in report]
 
 

@@ -173,10 +173,11 @@ def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str
     )
 
 
-def norm_variant(*, size: int = 4096, warps: int = 4) -> dict[str, Any]:
+def norm_variant(*, size: int = 4096, warps: int = 4, gain: str = "*bf16") -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import add_rms_norm_kernel
 
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    pointers["weight_ptr"] = gain
     return compile_kernel(
         add_rms_norm_kernel,
         {**pointers, "eps": "fp32", "stride_x": "i32"},
@@ -192,6 +193,8 @@ def rope_variant(
     keep_k: bool = False,
     quantised: bool = False,
     early: bool = False,
+    dim: int = 128,
+    gain: str = "*bf16",
     warps: int = 2,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
@@ -205,7 +208,7 @@ def rope_variant(
         "k_cache": "*bf16",
         "v_cache": "*bf16",
     }
-    constants = {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "HEADS": 8}
+    constants = {"H": 32, "HKV": 8, "D": dim, "PAGE": 64, "HEADS": 8}
     constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
     constants |= {"QUANTISED": quantised, "EARLY": early}
     exponents = ("k_exponents", "v_exponents")
@@ -214,7 +217,7 @@ def rope_variant(
     else:
         constants |= dict.fromkeys(exponents)
     if with_norm:
-        pointers |= {"q_weight": "*bf16", "k_weight": "*bf16"}
+        pointers |= {"q_weight": gain, "k_weight": gain}
     else:
         constants |= {"q_weight": None, "k_weight": None}
     strides = dict.fromkeys(("stride_qkv", "stride_page", "stride_table"), "i32")
