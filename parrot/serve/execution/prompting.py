@@ -74,7 +74,7 @@ def open_request(
         traceparent=completion.traceparent,
         request_id=completion.options.request_id,
         client_key=completion.options.client_key,
-        conversation=run.conversation,
+        conversation=attempt.conversation,
         context_id=context.id,
         fills=prompt.fills,
         sampling_config=attempt.sampling,

@@ -26,7 +26,7 @@ def deliver_reported(run: Run, attempt: Attempt) -> None:
     output starts again from its first token."""
     reported, run.reported = run.reported, None
     sampling = run.completion.sampling
-    is_bound = sampling.constraint is not None or run.conversation is not None
+    is_bound = sampling.constraint is not None or attempt.conversation is not None
     if reported is None or (attempt.tokenizer is None and is_bound):
         return
     encoder = reported.tokenizer.encoder
@@ -53,7 +53,7 @@ async def resume(run: Run, attempt: Attempt) -> None:
 
     Raises `EngineFailed` on an engine that takes text if the output is constrained, because the
     state of its grammar cannot be restored, or if the server renders the conversation."""
-    is_bound = attempt.sampling.constraint is not None or run.conversation is not None
+    is_bound = attempt.sampling.constraint is not None or attempt.conversation is not None
     if attempt.tokenizer is None and is_bound:
         raise EngineFailed(
             "the engine was lost while it streamed an output that cannot be continued"

@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.errors import (
@@ -35,6 +35,7 @@ from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
+from parrot.serve.prompts.messages import chat_messages
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
@@ -68,6 +69,7 @@ class Attempt:
     runner: "asyncio.Task[None] | None" = None  # None: the attempt has ended.
     tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)  # `max_gen_length` is cut to the engine's limit.
+    conversation: dict[str, Any] | None = field(init=False)  # See `GenerateRequest`.
     # Output of earlier attempts, in the engine's units. The request appends it to the prompt.
     resumed: Units = ()
     resumed_key: bytes = b""  # The prefix key of the prompt with `resumed`.
@@ -83,7 +85,15 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.tokenizer = self.engine.tokenizer
-        self.sampling = self.task.completion.sampling
+        task = self.task
+        self.sampling, self.conversation = task.completion.sampling, task.conversation
+        if self.tokenizer is None and task.completion.options.chat and self._takes_messages:
+            self.conversation = {"messages": chat_messages(task.segments)}
+
+    @property
+    def _takes_messages(self) -> bool:
+        """Whether the engine's server applies the model's chat template."""
+        return "messages" in (self.engine.info.capabilities.features or ())
 
     @property
     def resumed_ids(self) -> list[int]:
@@ -188,8 +198,8 @@ class Run(CompletionTask):
     @property
     def can_continue(self) -> bool:
         """Whether a later attempt can continue after `text`."""
-        sampling = self.completion.sampling
-        if self.conversation is not None:
+        sampling, attempt = self.completion.sampling, self.attempt
+        if self.conversation is not None or (attempt is not None and attempt.conversation):
             return False  # A server that renders the conversation starts a new answer.
         # Grammars and penalties depend on the output so far. A new attempt gets that as its prompt.
         is_constrained = sampling.constraint is not None
@@ -198,7 +208,8 @@ class Run(CompletionTask):
     def is_cut_off(self, attempt: Attempt) -> bool:
         """Whether the readers have received a part of an output that no engine can continue. The
         rest of another answer must not follow that part."""
-        is_bound = self.conversation is not None or self.completion.sampling.constraint is not None
+        has_grammar = self.completion.sampling.constraint is not None
+        is_bound = has_grammar or attempt.conversation is not None
         return attempt.tokenizer is None and is_bound and bool(self.text)
 
     def output_key(self, text: str) -> bytes:
