@@ -20,11 +20,11 @@ from benchmark.results import run as run_benchmark
 CASES = {
     "1 request": "--num-requests 50 --concurrency 1 --output-tokens 16 --repeat 3",
     "1 chat": "--num-requests 50 --concurrency 1 --output-tokens 16 --repeat 3 --chat",
-    "32 requests": "--num-requests 192 --concurrency 32 --output-tokens 64 --repeat 3",
+    "32 requests": "--num-requests 192 --concurrency 32 --output-tokens 64 --repeat 2",
     "256 requests": "--num-requests 768 --concurrency 256 --prompt-tokens 500 "
     "--output-tokens 64 --repeat 2",
     "1 request of 100,000 tokens": "--num-requests 2 --concurrency 1 --prompt-tokens 100000 "
-    "--output-tokens 4 --repeat 2",
+    "--output-tokens 4",
     "map_reduce": "--workload map_reduce --num-requests 6 --concurrency 1 --repeat 3",
     "8 map_reduce": "--workload map_reduce --num-requests 16 --concurrency 8 --repeat 2",
     "chain": "--workload chain --num-requests 3 --concurrency 1 --repeat 2",
