@@ -54,7 +54,13 @@ from parrot.protocol.app_server import server_options
 from parrot.protocol.endpoint import Access, rules
 from parrot.protocol.sampling import CONSTRAINTS, DefaultSampling
 from parrot.protocol.server_config import ConnectionLimits
-from parrot.serve.config import CoreConfig, GlobalSchedulerConfig, SessionQuota, TenantQuota
+from parrot.serve.config import (
+    CoreConfig,
+    GlobalSchedulerConfig,
+    HistoryConfig,
+    SessionQuota,
+    TenantQuota,
+)
 from parrot.serve.core import ServeCore
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.metrics import CoreMetrics
@@ -172,6 +178,10 @@ An engine:
 
 {core}
 
+### `history`
+
+{history}
+
 ### `global_scheduler`
 
 {core_limits}
@@ -267,6 +277,7 @@ def configuration_page() -> str:
         operator_core=table(CoreConfig, OPERATOR_CORE),
         operator_engine=table(engine, OPERATOR_ENGINE, **types),
         core=section(CoreConfig, without=OPERATOR_CORE),
+        history=section(HistoryConfig),
         core_limits=table(GlobalSchedulerConfig, CORE_LIMITS),
         core_switches=section(GlobalSchedulerConfig, without=CORE_LIMITS),
         connections=section(ConnectionLimits),

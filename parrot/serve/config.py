@@ -169,6 +169,27 @@ class TokenPrices(ConfigModel):
     output: Price = Field(0.0, description="Output tokens.")
 
 
+class HistoryConfig(ConfigModel):
+    """Finished runs (ended sessions) that the web page, `parrot trace` and `parrot top` still show.
+    They contain prompts and values. They are stored in the journal, if there is one."""
+
+    max_runs: int = Field(
+        50,
+        ge=0,
+        le=100_000,
+        description="Number of finished runs that are kept. Beyond it, the tenant with the most "
+        "runs loses its oldest one. 0: no history.",
+    )
+    max_age: Seconds = Field(86_400.0, description="A run is deleted this long after its end.")
+    size: int = Field(
+        64 * 2**20,
+        ge=2**16,
+        le=2**40,
+        description="Bytes of all kept runs together, and at most an eighth of `journal_size`. One "
+        "tenant gets half of it. A run keeps the texts that fit in an eighth of it.",
+    )
+
+
 class UpstreamServer(ConfigModel):
     """A server with an OpenAI API that ServeCore calls itself, without an engine process."""
 
@@ -297,6 +318,9 @@ class CoreConfig(ConfigModel):
         True,
         description="Serve the web page under `/ui/`. Visitors need the key of the page, or an "
         "API key for their own sessions.",
+    )
+    history: HistoryConfig = Field(
+        HistoryConfig(), description="Finished runs that the page still shows."
     )
     global_scheduler: GlobalSchedulerConfig = Field(
         GlobalSchedulerConfig(), description="Order and placement of calls."

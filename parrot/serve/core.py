@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
 from parrot.protocol.engine_api import RegisterRequest, RegisterResponse
@@ -94,6 +95,13 @@ class Attached(Protocol):
         """Recount the component's state. For tests."""
 
 
+class KeepsRuns(Protocol):
+    """Called when a session ends, with the error of its unsettled variables. Once these are
+    settled, the steps of the result run, and then the graph is freed. A step yields its size."""
+
+    def __call__(self, session: Session, error: ParrotError) -> Iterator[int]: ...
+
+
 class ServeCore:
     """One service. Use it from one event loop; `close` it when done. Observers may read its
     attributes, and must not change them. Methods with `session_id` and `session_auth` raise
@@ -123,6 +131,7 @@ class ServeCore:
         self.tenants = TenantTable(config)
         self.dispatcher.weigh_tenants(self.tenants.weigh)
         self._attached: list[Attached] = []
+        self.keepers: list[KeepsRuns] = []
         self.sessions = SessionRegistry(
             config, self.tenants, self.clock, self._timers, sampler, first_session_id
         )
@@ -457,11 +466,15 @@ class ServeCore:
         self.sessions.retire(session)
         for attached in self._attached:
             attached.forget(session)
-        self.sessions.backlog.add(session.id, self._ending(session, error))
+        keeping = [keep(session, error) for keep in self.keepers]
+        self.sessions.backlog.add(session.id, self._ending(session, error, keeping))
 
-    def _ending(self, session: Session, error: ParrotError) -> Iterator[int]:
+    def _ending(
+        self, session: Session, error: ParrotError, keeping: Sequence[Iterator[int]]
+    ) -> Iterator[int]:
         yield from session.graph.close(error)
         yield from self.dispatcher.release_session(session.id)
+        yield from chain.from_iterable(keeping)
         self.sessions.remove(session)
         self.events.emit(SessionEnded, session, self.clock.now() - session.created_at)
         yield from session.graph.free()

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from parrot.gateway.audit import AuditedAuthFailures, AuditLog, audited, is_operator_endpoint
 from parrot.gateway.page.endpoints import Page
+from parrot.gateway.page.history import History
 from parrot.gateway.programs import ENDING
 from parrot.gateway.shards import Forwarding, load_of, on_home_shard
 from parrot.gateway.turns import Turns
@@ -44,7 +45,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             async with (
-                _watched_keys(core, None if audit is None else audit.event),
+                _watched_keys(core, history, None if audit is None else audit.event),
                 nullcontext() if upstreams is None else upstreams.followed(),
             ):
                 yield
@@ -52,6 +53,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
             for way in forwarding:
                 await way.close()
             await core.close()
+            await history.close()
             await responses.close()
             if audit is not None:
                 audit.close()
@@ -65,11 +67,9 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         upstreams = Upstreams(config, core.fleet, core.clock)
     turns = Turns(core)
     responses = Responses(turns, config)
+    history = History(core)
     if journal is not None:
-        restore(core, journal, {ENDING: turns.restore_ending, **responses.kept.restorers})
-        turns.restored()
-        responses.kept.journal_to(journal, lambda: core.is_closing)
-        responses.resume(core.fleet.joined, config.unserved_timeout_s)
+        _restore(core, journal, turns, responses, history)
     app = empty_app(
         config,
         error_form,
@@ -84,9 +84,22 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         served = [audited(one, audit) if is_operator_endpoint(one) else one for one in served]
     # Routes are tried in order. The vendors' routes receive the most requests.
     served = [*vendor_endpoints(core, turns), *response_endpoints(core, responses), *served]
-    shown = Page(core, audit).routes() if config.page else []
+    shown = Page(core, audit, history).routes() if config.page else []
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app
+
+
+def _restore(
+    core: ServeCore, journal: Journal, turns: Turns, responses: Responses, history: History
+) -> None:
+    """Restore everything from the journal, and record changes from now on."""
+    kept = responses.kept
+    others = {ENDING: turns.restore_ending, **kept.restorers, **history.restorers}
+    restore(core, journal, others)
+    turns.restored()
+    history.journal_to(journal)
+    kept.journal_to(journal, lambda: core.is_closing)
+    responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
 
 
 def empty_app(
@@ -125,7 +138,9 @@ def empty_app(
 
 
 @asynccontextmanager
-async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> AsyncIterator[None]:
+async def _watched_keys(
+    core: ServeCore, history: History, note: Callable[..., None] | None
+) -> AsyncIterator[None]:
     """Read changes of the keys file during the block. `note` is called for each change."""
 
     async def changed(change: KeysChange) -> None:
@@ -133,6 +148,7 @@ async def _watched_keys(core: ServeCore, note: Callable[..., None] | None) -> As
             note("keys changed", "ok", **change._asdict())
         for _ in core.sessions.keys_changed():
             await asyncio.sleep(0)  # Let other tasks run.
+        history.keys_changed()
 
     def refused(reason: str) -> None:
         if note is not None:

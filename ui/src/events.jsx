@@ -51,7 +51,7 @@ function EventTable({ events }) {
   );
 }
 
-function SessionLink({ event: { session, is_live, var: output } }) {
-  if (!is_live) return session;
+function SessionLink({ event: { session, has_view, var: output } }) {
+  if (!has_view) return session;
   return <a href={`#/session/${session}${output && `/${output}`}`}>{session}</a>;
 }

@@ -12,7 +12,9 @@ from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from parrot.gateway.audit import AuditLog, audited
-from parrot.gateway.page.feed import Feed, Rows
+from parrot.gateway.page.feed import Feed, ReadRows, Rows
+from parrot.gateway.page.finished import FinishedRun
+from parrot.gateway.page.history import History
 from parrot.gateway.page.rows import PageRows
 from parrot.gateway.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.protocol.answers import json_response
@@ -37,7 +39,6 @@ from parrot.protocol.public import (
 )
 from parrot.serve.core import ServeCore
 from parrot.serve.durability import Wait, durable_verb
-from parrot.serve.graph.nodes import SemanticVariable
 from parrot.serve.sessions import Session
 
 _FILES = Path(__file__).parent / "static"
@@ -70,9 +71,10 @@ class VisitorView(BaseModel):
 class Page:
     """All endpoints under `/ui/`."""
 
-    def __init__(self, core: ServeCore, audit: AuditLog | None) -> None:
+    def __init__(self, core: ServeCore, audit: AuditLog | None, history: History) -> None:
         self._core = core
-        self._rows = PageRows(core)
+        self._history = history
+        self._rows = PageRows(core, history)
         self._feed = Feed(core.clock)
         self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
         self._audit = audit
@@ -140,7 +142,12 @@ class Page:
         return _view(visitor)
 
     def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
-        return self._view("overview", self._rows.overview, visitor, since)
+        """The service, its engines, live sessions and finished runs."""
+
+        def read(visitor: Visitor) -> Rows:
+            return {**self._history.overview(visitor), **self._rows.overview(visitor)}
+
+        return self._view("overview", read, visitor, since)
 
     def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
         return self._view("placement", self._rows.placement, visitor, since)
@@ -172,28 +179,51 @@ class Page:
     ) -> AsyncGenerator[bytes]:
         """Raises `NotFound`."""
 
-        def read() -> Rows:
-            return self._rows.session(self._visible_session(visitor, session_id))
+        def view(found: Session | FinishedRun) -> Rows:
+            return found.view() if isinstance(found, FinishedRun) else self._rows.session(found)
 
-        self._visible_session(visitor, session_id)
-        return self._while_signed_in(
-            visitor, self._feed.changes(("session", session_id), read, since)
-        )
+        self._visible_run(visitor, session_id)
+        read = self._reader(visitor, session_id, view)
+        feed = self._feed.changes(("session", session_id), read, since)
+        return self._while_signed_in(visitor, feed)
 
     def variable(
         self, visitor: Visitor, session_id: int, var_id: str, since: str | None
     ) -> AsyncGenerator[bytes]:
         """Raises `NotFound`."""
 
-        def find() -> SemanticVariable:
-            return self._visible_session(visitor, session_id).graph.variable(var_id)
+        def view(found: Session | FinishedRun) -> Rows:
+            if isinstance(found, FinishedRun):
+                return found.variable(var_id, sees_values=visitor.sees_values)
+            return self._rows.variable(found.graph.variable(var_id), visitor)
+
+        read = self._reader(visitor, session_id, view)
+        read()
+        name = ("variable", session_id, var_id, visitor.sees_values)
+        return self._while_signed_in(visitor, self._feed.changes(name, read, since))
+
+    def _reader(
+        self, visitor: Visitor, session_id: int, view: Callable[[Session | FinishedRun], Rows]
+    ) -> ReadRows:
+        """A function that returns the view of a session now. The view of a finished run is built
+        once. It raises `NotFound`."""
+        last: tuple[Session | FinishedRun, Rows] | None = None
 
         def read() -> Rows:
-            return self._rows.variable(find(), visitor)
+            nonlocal last
+            found = self._visible_run(visitor, session_id)
+            if last is None or last[0] is not found or isinstance(found, Session):
+                last = found, view(found)
+            return last[1]
 
-        find()
-        name = ("variable", var_id, visitor.sees_values)
-        return self._while_signed_in(visitor, self._feed.changes(name, read, since))
+        return read
+
+    def _visible_run(self, visitor: Visitor, session_id: int) -> Session | FinishedRun:
+        """The session, also while it is ending, or its kept run."""
+        found = self._core.sessions.find_owner(session_id) or self._history.find(session_id)
+        if found is None or visitor.tenant not in (None, found.tenant):
+            raise NotFound(f"there is no run {session_id}, or it was not kept")
+        return found
 
     def _visible_session(self, visitor: Visitor, session_id: int) -> Session:
         session = self._core.sessions.find(session_id)

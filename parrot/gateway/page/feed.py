@@ -42,7 +42,9 @@ class Topic:
     for example from before a restart, is unknown, and its viewer receives all rows."""
 
     def __init__(self, read: ReadRows) -> None:
+        """If `read` returns the same object again, its rows have not changed."""
         self._read = read
+        self._last: Rows | None = None  # of the last update
         self._epoch = new_token()
         self._number = 0
         self._rows: dict[str, tuple[int, bytes]] = {}
@@ -58,7 +60,11 @@ class Topic:
 
     def update(self) -> bool:
         """Read the rows again. Returns whether any row has changed."""
-        fresh = {key: orjson.dumps(row) for key, row in self._read().items()}
+        read = self._read()
+        if read is self._last:
+            return False
+        self._last = read
+        fresh = {key: orjson.dumps(row) for key, row in read.items()}
         number = self._number + 1
         known = self._rows
         changed = {

@@ -6,7 +6,7 @@ only after an event."""
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import asdict
 from heapq import nlargest
 from itertools import chain, islice
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.engine_api import ServerLoad
-from parrot.protocol.errors import ParrotError
+from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.serve.contexts.index import LedgerContext
 from parrot.serve.core import ServeCore
 from parrot.serve.events import (
@@ -29,6 +29,7 @@ from parrot.serve.events import (
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
     Completion,
+    CompletionState,
     Piece,
     SemanticVariable,
     Task,
@@ -42,12 +43,14 @@ from parrot.utils.clock import Clock
 
 _MAX_CONTEXTS = 512  # The largest contexts are shown, with their ancestors.
 _PIECE_CHARS = 4096  # Characters of a value in one row. Only changed rows are sent again.
-_MAX_CHARS = 2**20  # Characters of one value that are shown.
+MAX_CHARS = 2**20  # Characters of one value that are shown.
 _MAX_CAUSES = 16  # Errors of one causal chain that are shown.
 _MAX_EVENTS = 256  # Events that the log keeps.
 _MAX_EVENT_CHARS = 400  # Characters of one event's text.
 _MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # The last ones of a session are shown.
 Row = dict[str, Any]
+HasView = Callable[[int], bool]
+"""Whether a session with this id is live or kept."""
 
 
 def placement_rows(core: ServeCore, visitor: Visitor, epoch: float) -> Rows:
@@ -185,13 +188,12 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
     return rows
 
 
-def event_rows(core: ServeCore, log: EventLog, visitor: Visitor, epoch: float) -> Rows:
+def event_rows(log: EventLog, visitor: Visitor, epoch: float, has_view: HasView) -> Rows:
     """Events of engines and of the visitor's sessions. `epoch`: the clock's zero as Unix time."""
     rows: dict[str, Row] = {}
     for event in log:
         if event.tenant is not None and visitor.tenant not in (None, event.tenant):
             continue
-        is_live = event.session_id is not None and core.sessions.find(event.session_id) is not None
         rows[f"event:{event.number}"] = {
             "at": round(epoch + event.at, 3),
             "kind": event.kind,
@@ -199,7 +201,7 @@ def event_rows(core: ServeCore, log: EventLog, visitor: Visitor, epoch: float) -
             "engine": event.engine_name,
             "session": event.session_id,
             "var": event.var_id,
-            "is_live": is_live,
+            "has_view": event.session_id is not None and has_view(event.session_id),
         }
     return rows
 
@@ -207,8 +209,10 @@ def event_rows(core: ServeCore, log: EventLog, visitor: Visitor, epoch: float) -
 class PageRows:
     """Reads the rows from a core. Times are Unix time."""
 
-    def __init__(self, core: ServeCore) -> None:
+    def __init__(self, core: ServeCore, kept: Container[int] = ()) -> None:
+        """`kept`: the ids of finished runs that have a view."""
         self._core = core
+        self._kept = kept
         self._log = EventLog(core.clock)
         core.events.add(self._log.sink)
         self._epoch = time.time() - core.clock.now()
@@ -245,25 +249,24 @@ class PageRows:
 
     def events(self, visitor: Visitor) -> Rows:
         """The events of engines, calls and sessions."""
-        return event_rows(self._core, self._log, visitor, self._epoch)
+        return event_rows(self._log, visitor, self._epoch, self._has_view)
+
+    def _has_view(self, session_id: int) -> bool:
+        return self._core.sessions.find(session_id) is not None or session_id in self._kept
 
     def session(self, session: Session) -> Rows:
         """A session's head, its last calls, and its last variables without values."""
-        rows: dict[str, Row] = {"session": self._head(session)}
-        graph = session.graph
-        tasks = chain.from_iterable(reversed(c.tasks) for c in reversed(graph.calls.values()))
-        for task in reversed(list(islice(tasks, _MAX_CALLS))):
-            row = task_view(task, session.created_at).model_dump(mode="json")
-            row["inputs"] = [variable.id for variable in task.inputs]
-            rows[f"call:{task.outputs[0].id}"] = row
-        for variable in reversed(list(islice(reversed(graph.variables.values()), _MAX_VARIABLES))):
-            rows[f"var:{variable.id}"] = _variable_row(variable)
+        rows: dict[str, Row] = {"session": head_row(session, self._epoch) | {"state": "active"}}
+        for task in last_tasks(session):
+            rows[f"call:{task.outputs[0].id}"] = call_row(task, session.created_at)
+        for variable in last_variables(session):
+            rows[f"var:{variable.id}"] = variable_row(variable)
         return rows
 
     def variable(self, variable: SemanticVariable, visitor: Visitor) -> Rows:
         """A variable and its producer. Prompt and value are included only if the visitor may see
         them. The value is split into chunks, because it grows at its end."""
-        rows: dict[str, Row] = {"var": _variable_row(variable)}
+        rows: dict[str, Row] = {"var": variable_row(variable)}
         task = variable.producer
         if task is not None:
             rows["call"] = {"func": task.func_name, "request_id": task.request_id}
@@ -273,18 +276,8 @@ class PageRows:
                     self._core.dispatcher.follow(task)
                     rows["call"]["comes_whole"] = task.stats.comes_whole
         if visitor.sees_values:
-            text = variable.partial_text[:_MAX_CHARS]
-            for number, start in enumerate(range(0, len(text), _PIECE_CHARS)):
-                rows[f"text:{number}"] = {"text": text[start : start + _PIECE_CHARS]}
+            rows |= text_rows(variable.partial_text)
         return rows
-
-    def _head(self, session: Session) -> Row:
-        return {
-            "id": session.id,
-            "tenant": session.tenant,
-            "apps": list(session.apps),
-            "created_at": round(self._epoch + session.created_at, 3),
-        }
 
     def _session_row(self, session: Session) -> Row:
         """The cached row, or a new one if the session has changed since."""
@@ -293,7 +286,7 @@ class PageRows:
         known = self._sessions.get(session.id)
         if known is not None and known[0] == basis:
             return known[1]
-        row = self._head(session) | session_counts(session).model_dump()
+        row = head_row(session, self._epoch) | {"state": "active"} | count_row(session)
         self._sessions[session.id] = basis, row
         return row
 
@@ -330,7 +323,64 @@ def _server_row(load: ServerLoad) -> Row:
     return row
 
 
-def _variable_row(variable: SemanticVariable) -> Row:
+def head_row(session: Session, epoch: float) -> Row:
+    """The facts of a session that do not change. `epoch`: the clock's zero as Unix time."""
+    return {
+        "id": session.id,
+        "tenant": session.tenant,
+        "apps": list(session.apps),
+        "kind": "conversation" if session.is_program else "program",
+        "created_at": round(epoch + session.created_at, 3),
+    }
+
+
+def count_row(session: Session) -> Row:
+    """The session's sums. A call that failed because another one was cancelled is cancelled."""
+    counts = session_counts(session)
+    if counts.failed:
+        tasks = chain.from_iterable(call.tasks for call in session.graph.calls.values())
+        stopped = sum(task.state is CompletionState.FAILED and was_stopped(task) for task in tasks)
+        counts.failed -= stopped
+        counts.cancelled += stopped
+    return counts.model_dump()
+
+
+def last_tasks(session: Session) -> list[Task]:
+    """The tasks that are shown, in the order of their submission."""
+    calls = reversed(session.graph.calls.values())
+    tasks = chain.from_iterable(reversed(call.tasks) for call in calls)
+    return list(islice(tasks, _MAX_CALLS))[::-1]
+
+
+def last_variables(session: Session) -> list[SemanticVariable]:
+    """The variables that are shown, in the order of their creation."""
+    return list(islice(reversed(session.graph.variables.values()), _MAX_VARIABLES))[::-1]
+
+
+def was_stopped(task: Task) -> bool:
+    """Whether the task, or a task that it needs, was cancelled. This is no failure."""
+    return isinstance(task.outputs[0].error, Cancelled)
+
+
+def call_row(task: Task, began: float) -> Row:
+    """The row of a call. Its times are seconds since `began`."""
+    row = task_view(task, began).model_dump(mode="json")
+    if task.state is CompletionState.FAILED and was_stopped(task):
+        row["state"] = CompletionState.CANCELLED.value
+    row["inputs"] = [variable.id for variable in task.inputs]
+    return row
+
+
+def text_rows(text: str) -> dict[str, Row]:
+    """A value in chunks. It grows at its end, so only the last chunk is sent again."""
+    text = text[:MAX_CHARS]
+    return {
+        f"text:{number}": {"text": text[start : start + _PIECE_CHARS]}
+        for number, start in enumerate(range(0, len(text), _PIECE_CHARS))
+    }
+
+
+def variable_row(variable: SemanticVariable) -> Row:
     producer = variable.producer
     row: Row = {
         "name": variable.name,
@@ -365,4 +415,4 @@ def _piece(piece: Piece) -> Row:
     if isinstance(piece, VariablePiece):
         return {"var": piece.variable.id, "name": piece.variable.name}
     assert isinstance(piece, TextPiece), piece
-    return {"text": piece.text[:_MAX_CHARS]}
+    return {"text": piece.text[:MAX_CHARS]}

@@ -60,7 +60,7 @@ async def test_a_view_is_read_ten_times_a_second_and_not_when_all_have_gone() ->
 async def test_who_has_seen_everything_is_woken_by_changes_alone() -> None:
     service = Service()
     rows: dict[str, Any] = {"row": {}}
-    async with aclosing(service.feed.changes("v", lambda: rows, None)) as changes:
+    async with aclosing(service.feed.changes("v", lambda: dict(rows), None)) as changes:
         await service.next(changes)
         event = asyncio.ensure_future(anext(changes))
         await service.clock.advance(10.0)

@@ -51,14 +51,14 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     _, retried, gone = rows.values()
     assert retried["text"] == "ask: a kernel failed"
     assert (retried["engine"], retried["session"], retried["var"]) == ("e0", 0, output)
-    assert retried["is_live"]
+    assert retried["has_view"]
     assert gone["text"] == "no heartbeat for 30 s"
 
     await world.clock.advance(100_000.0)
     rows = page.events(OPERATOR)
     expired = list(rows.values())[-1]
     assert (expired["kind"], expired["session"]) == ("session expired", 0)
-    assert not expired["is_live"]
+    assert not expired["has_view"]
     own = page.events(Visitor(id_of_key("mine"), sees_values=True))
     assert own == rows
     others = page.events(Visitor(id_of_key("other"), sees_values=True))

@@ -109,8 +109,9 @@ async def test_the_operator_sees_everything_of_a_service_without_api_keys() -> N
             await site.call(scope, "out")
             await watch.until(f"session:{scope['session_id']}", calls=1, done=0)
             await site.post(f"/ui/api/sessions/{scope['session_id']}/end", {})
-            while f"session:{scope['session_id']}" in watch.rows:
-                await watch.next()
+            row = await watch.until(f"session:{scope['session_id']}", state="finished")
+            assert row["ended_at"] >= row["created_at"]
+            assert (row["calls"], row["cancelled"]) == (1, 0)  # No reader needed the call.
         await site.post("/ui/api/leave", {})
         assert (await site.send("GET", "/ui/api/me"))[0] == 401
 
@@ -217,6 +218,51 @@ async def test_tenants_see_their_own_and_the_operator_no_texts() -> None:
             await watch.until("var", chars=6)
             assert set(watch.rows) == {"var"}
         assert (await site.send("POST", "/ui/api/sessions", json={}))[0] == 401
+
+
+async def test_finished_runs_have_the_visitors_of_live_sessions() -> None:
+    async with served(api_keys=("k1", "k2")) as site:
+        await site.join()
+        scope = await site.post("/v1/session", {"api_key": "k1"})
+        names = scope | {"var_name": "v", "content": "the secret"}
+        given_id = (await site.post("/v1/semantic_var", names))["var_id"]
+        output = await site.call(scope, "out", given_id)
+        read = asyncio.create_task(site.get(f"/v1/semantic_var/{output}", **scope))
+        await site.started()
+        site.engine.answer(site.engine.held[0], "a secret answer")
+        await read
+        run = f"sessions/{scope['session_id']}"
+        await enter(site, "k1")
+        async with watching(site, run) as graph, watching(site, f"{run}/vars/{output}") as value:
+            await graph.until(f"call:{output}", state="done")
+            await value.until("text:0", text="a secret answer")
+            path = f"/v1/session/{scope['session_id']}"
+            assert (await site.send("DELETE", path, params=scope))[0] == 200
+            await graph.until("session", state="finished")  # The open view stays.
+        async with watching(site, f"{run}/vars/{output}") as value:
+            await value.until("text:0", text="a secret answer")
+            assert {"var": given_id, "name": "v"} in value.rows["call"]["prompt"]
+
+        await enter(site, "k2")
+        async with watching(site, "overview") as watch:
+            await watch.next()
+            assert f"session:{scope['session_id']}" not in watch.rows
+        for path in (run, f"{run}/vars/{output}"):
+            status, error = await site.send("GET", f"/ui/api/{path}")
+            assert (status, error["error"]["type"]) == (404, "not_found")
+            unknown = await site.send("GET", f"/ui/api/{path.replace(run, 'sessions/7777')}")
+            own_id = str(scope["session_id"])
+            assert (
+                unknown[1]["error"]["message"].replace("7777", own_id)
+                == (error["error"]["message"])
+            )
+
+        await enter(site, KEY)
+        for path in (run, f"{run}/vars/{output}", f"{run}/vars/{given_id}", "overview"):
+            async with watching(site, path) as watch:
+                await watch.next()
+                assert watch.rows
+                assert "secret" not in json.dumps(watch.rows)
 
 
 async def test_the_page_runs_calls_in_a_session_of_its_visitor() -> None:

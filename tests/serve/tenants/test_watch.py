@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from parrot.gateway.page.endpoints import Page
+from parrot.gateway.page.history import History
 from parrot.gateway.page.visitors import Visitors
 from parrot.protocol.errors import AuthenticationFailed, PermissionDenied, SessionGone
 from parrot.protocol.public import SessionCreateRequest
@@ -161,7 +162,7 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(
 async def test_who_looks_at_the_page_sees_no_more_when_the_key_is_gone(world: World) -> None:
     world.write("b", scopes=["admin"])
     await next_change(world)
-    page = Page(world.core, None)
+    page = Page(world.core, None, History(world.core))
     visitor = page._visitors.of(page._visitors.enter("key b"))
     assert visitor.name == "operator b"
     feed = page.events(visitor, None)

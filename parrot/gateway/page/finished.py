@@ -1,0 +1,229 @@
+"""A finished run: the last view of a session, as JSON bytes. Its rows are those of a live session.
+
+All texts are in `strings`, apart from the rows, because not every visitor may see them."""
+
+from collections.abc import Generator
+from typing import Any, NamedTuple
+
+import orjson
+
+from parrot.gateway.page.feed import Rows
+from parrot.gateway.page.rows import (
+    MAX_CHARS,
+    Row,
+    call_row,
+    count_row,
+    head_row,
+    last_tasks,
+    last_variables,
+    text_rows,
+    variable_row,
+)
+from parrot.protocol.errors import NotFound, ParrotError
+from parrot.serve.graph.nodes import (
+    Completion,
+    CompletionState,
+    SemanticVariable,
+    Task,
+    VariablePiece,
+)
+from parrot.serve.sessions import Session
+
+_FRAME_BYTES = 2048  # Estimated bytes of a run without its rows and texts.
+_STRING_BYTES = 64  # Estimated bytes of one string without its text.
+_STEP_CHARS = 4096  # Characters of text that count as one unit of work.
+_CALL_UNITS = 8  # Units of work of a call's row. A unit is about a microsecond.
+
+
+class FinishedRun(NamedTuple):
+    """The view of a session that has ended. Times in `row` are Unix time."""
+
+    row: Row  # of the list of runs: the head, the sums, `state` and `ended_at`
+    rows: bytes  # JSON of the rows of calls and variables, by key
+    sources: bytes  # JSON: by variable, the places of its value and its prompt in `strings`
+    strings: tuple[bytes, ...]  # values and parts of prompts, in UTF-8
+
+    @property
+    def id(self) -> int:
+        run_id: int = self.row["id"]
+        return run_id
+
+    @property
+    def tenant(self) -> str:
+        return str(self.row["tenant"])
+
+    @property
+    def ended_at(self) -> float:
+        return float(self.row["ended_at"])
+
+    @property
+    def size(self) -> int:
+        """Its bytes, with an estimate of the objects around them."""
+        texts = sum(map(len, self.strings)) + _STRING_BYTES * len(self.strings)
+        return _FRAME_BYTES + len(self.rows) + len(self.sources) + texts
+
+    def view(self) -> Rows:
+        """The rows of the run's view."""
+        return {"session": self.row, **orjson.loads(self.rows)}
+
+    def variable(self, var_id: str, *, sees_values: bool) -> Rows:
+        """The rows of a variable's view. Raises `NotFound`."""
+        known = orjson.loads(self.rows)
+        row = known.get(f"var:{var_id}")
+        if row is None:
+            raise NotFound(f"there is no variable {var_id} in run {self.id}")
+        rows: dict[str, Row] = {"var": row}
+        call = known.get(f"call:{row['producer']}")
+        source = orjson.loads(self.sources).get(var_id, {}) if sees_values else {}
+        if call is not None:
+            rows["call"] = {"func": call["func_name"], "request_id": call["request_id"]}
+            if "prompt" in source:
+                rows["call"]["prompt"] = [self._piece(piece) for piece in source["prompt"]]
+            if "source" in source:
+                rows["call"]["source"] = self._text(source["source"])
+        if "text" in source:
+            rows |= text_rows(self._text(source["text"]))
+        elif sees_values and row["chars"]:
+            row["is_left_out"] = True
+        return rows
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the run's journal record."""
+        return {
+            "row": self.row,
+            "rows": orjson.Fragment(self.rows),
+            "sources": orjson.Fragment(self.sources),
+            "strings": [text.decode() for text in self.strings],
+        }
+
+    @classmethod
+    def of_fields(cls, fields: dict[str, Any]) -> "FinishedRun":
+        strings = tuple(text.encode() for text in fields["strings"])
+        rows, sources = orjson.dumps(fields["rows"]), orjson.dumps(fields["sources"])
+        return cls(fields["row"], rows, sources, strings)
+
+    def _piece(self, piece: Row) -> Row:
+        return {"text": self._text(piece["string"])} if "string" in piece else piece
+
+    def _text(self, number: int) -> str:
+        return self.strings[number].decode()
+
+
+class _Strings:
+    """The texts of one run, each once, up to a number of bytes."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.texts: list[bytes] = []
+        self._places: dict[str, int] = {}
+        self._left = max_bytes
+
+    def add(self, text: str) -> int | None:
+        """The place of the text; None if there is no room for it."""
+        text = text[:MAX_CHARS]
+        if (place := self._places.get(text)) is not None:
+            return place
+        encoded = text.encode("utf-8", "replace")
+        size = len(encoded) + _STRING_BYTES
+        if size > self._left:
+            return None
+        self._left -= size
+        self._places[text] = len(self.texts)
+        self.texts.append(encoded)
+        return self._places[text]
+
+
+class RunEnd(NamedTuple):
+    """The facts of a session's end."""
+
+    at: float  # Unix time
+    error: ParrotError  # of the variables that had no value
+    was_busy: bool  # a reader still waited for a running call
+
+
+def finishing(
+    session: Session, ending: RunEnd, epoch: float, max_bytes: int
+) -> Generator[int, None, FinishedRun]:
+    """Take the view of a session that has ended and whose variables are all settled. The texts of
+    the last variables are kept, up to `max_bytes`. Yields the sizes of the steps."""
+    error = ending.error
+    rows: dict[str, Row] = {}
+    last: tuple[float, str] = (-1.0, CompletionState.DONE)  # end and state of the last call to end
+    for task in last_tasks(session):
+        row = _ended_call(task, session, error)
+        rows[f"call:{task.outputs[0].id}"] = row
+        if row["state"] != CompletionState.IDLE and task.outputs[0].error is not error:
+            last = max(last, (row["finished_s"] or 0.0, row["state"]))
+        yield _CALL_UNITS
+    strings = _Strings(max_bytes)
+    sources: dict[str, Row] = {}
+    variables = last_variables(session)
+    for variable in reversed(variables):
+        if source := _source(variable, strings):
+            sources[variable.id] = source
+        yield 1 + len(variable.partial_text) // _STEP_CHARS
+    for variable in variables:
+        rows[f"var:{variable.id}"] = _ended_variable(variable, error)
+        yield 1
+    counts = count_row(session)
+    tasks = (task for call in session.graph.calls.values() for task in call.tasks)
+    counts["cancelled"] -= sum(_did_not_run(task, error) for task in tasks)
+    was_stopped = ending.was_busy or last[1] == CompletionState.CANCELLED
+    state = "failed" if counts["failed"] else "cancelled" if was_stopped else "finished"
+    ended = {"state": state, "ended_at": round(ending.at, 3)}
+    return FinishedRun(
+        head_row(session, epoch) | counts | ended,
+        orjson.dumps(rows),
+        orjson.dumps(sources),
+        tuple(strings.texts),
+    )
+
+
+def _did_not_run(task: Task, error: ParrotError) -> bool:
+    """Whether no reader ever needed the task. The end of the session has not stopped it."""
+    return task.outputs[0].error is error and task.times.activated is None
+
+
+def _ended_call(task: Task, session: Session, error: ParrotError) -> Row:
+    row = call_row(task, session.created_at)
+    if _did_not_run(task, error):
+        row |= {"state": CompletionState.IDLE.value, "finished_s": None}
+    return row
+
+
+def _ended_variable(variable: SemanticVariable, error: ParrotError) -> Row:
+    """The variable's row. The end of the session is not shown as an error of its variables."""
+    row = variable_row(variable)
+    if variable.error is error:
+        row["state"] = "empty"
+        del row["errors"]
+    return row
+
+
+def _source(variable: SemanticVariable, strings: _Strings) -> Row:
+    """The places of the variable's value, and of its producer's prompt or program."""
+    found: Row = {}
+    if variable.partial_text and (place := strings.add(variable.partial_text)) is not None:
+        found["text"] = place
+    task = variable.producer
+    if isinstance(task, Completion):
+        prompt = _prompt(task, strings)
+        if prompt is not None:
+            found["prompt"] = prompt
+    elif task is not None and (place := strings.add(task.source)) is not None:
+        found["source"] = place
+    return found
+
+
+def _prompt(task: Completion, strings: _Strings) -> list[Row] | None:
+    """The pieces of the prompt; None if there is no room for all of them."""
+    pieces: list[Row] = []
+    if task.previous is not None:
+        pieces.append({"var": task.previous.output.id})
+    for piece in task.fill:
+        if isinstance(piece, VariablePiece):
+            pieces.append({"var": piece.variable.id, "name": piece.variable.name})
+        elif (place := strings.add(piece.text)) is not None:
+            pieces.append({"string": place})
+        else:
+            return None
+    return pieces

@@ -1,0 +1,182 @@
+"""The last finished runs. The page and `parrot trace` show them like live sessions."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from parrot.gateway.page.feed import Rows
+from parrot.gateway.page.finished import FinishedRun, RunEnd, finishing
+from parrot.gateway.page.visitors import Visitor
+from parrot.protocol.errors import ParrotError
+from parrot.serve.core import ServeCore
+from parrot.serve.sessions import CommandLog, Session
+from parrot.utils.heaps import Timer, TimerQueue
+
+logger = logging.getLogger(__name__)
+
+RUN = "run"  # The kind of a journal record with a finished run.
+_TENANT_PART = 2  # One tenant gets a half of all bytes.
+_RUN_PART = 8  # The texts of one run get an eighth of all bytes.
+_JOURNAL_PART = 8  # The history gets an eighth of the journal.
+_LATE_S = 1.0  # Seconds after a run's maximum age when it is deleted.
+
+
+class History:
+    """Finished runs, bounded by number, age and bytes, with a share of the bytes for each tenant.
+    If it is off, no session's end calls it."""
+
+    def __init__(self, core: ServeCore) -> None:
+        config = core.config
+        self._core = core
+        self._max_runs = config.history.max_runs if config.page else 0
+        self._max_age = config.history.max_age
+        self._max_bytes = config.history.size
+        if config.journal is not None:
+            self._max_bytes = min(self._max_bytes, config.journal_size // _JOURNAL_PART)
+        self._epoch = time.time() - core.clock.now()
+        self._timers = TimerQueue(core.clock)
+        self._expiry: Timer | None = None
+        self._runs: dict[int, FinishedRun] = {}  # the first to end first
+        self._bytes: Counter[str] = Counter()  # by tenant
+        self._log: CommandLog | None = None
+        if self._max_runs:
+            core.keepers.append(self.keep)
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def __iter__(self) -> Iterator[FinishedRun]:
+        return iter(self._runs.values())
+
+    def __contains__(self, run_id: object) -> bool:
+        return run_id in self._runs
+
+    def find(self, run_id: int) -> FinishedRun | None:
+        return self._runs.get(run_id)
+
+    def overview(self, visitor: Visitor) -> Rows:
+        """The rows of the finished runs that the visitor may see."""
+        return {
+            f"session:{run.id}": run.row for run in self if visitor.tenant in (None, run.tenant)
+        }
+
+    def keep(self, session: Session, error: ParrotError) -> Iterator[int]:
+        """Steps that keep the run of a session that ends now."""
+        graph = session.graph
+        if self._core.is_closing or not graph.calls or not self._is_wanted(session.tenant):
+            return iter(())
+        was_busy = graph.activation.num_started > 0 and any(
+            task.is_started and task.reader_demand
+            for call in graph.calls.values()
+            for task in call.tasks
+        )
+        return self._keeping(session, RunEnd(self._now(), error, was_busy))
+
+    def _keeping(self, session: Session, ending: RunEnd) -> Iterator[int]:
+        try:
+            room = self._max_bytes // _RUN_PART
+            run = yield from finishing(session, ending, self._epoch, room)
+        except Exception:
+            logger.exception("run %s cannot be kept", session.id)
+            return
+        if self._is_wanted(run.tenant) and run.size <= self._max_bytes // _TENANT_PART:
+            self.add(run)
+
+    def add(self, run: FinishedRun) -> None:
+        """Keep the run. Other runs are deleted if there is no room for all."""
+        self._insert(run)
+        if self._log is not None and not self._log.trouble:
+            self._log.append(_subject(run.id), RUN, run.fields())
+        self._make_room()
+
+    def delete(self, run_id: int) -> None:
+        """Delete the run if it is kept."""
+        run = self._runs.pop(run_id, None)
+        if run is None:
+            return
+        self._bytes[run.tenant] -= run.size
+        if not self._bytes[run.tenant]:
+            del self._bytes[run.tenant]
+        if self._log is not None:
+            self._log.end(_subject(run_id))
+
+    def keys_changed(self) -> None:
+        """Delete the runs of tenants that have lost their key, or whose history is off now."""
+        for run in list(self._runs.values()):
+            if not self._is_wanted(run.tenant):
+                self.delete(run.id)
+
+    @property
+    def restorers(self) -> dict[str, Callable[[str, dict[str, Any]], None]]:
+        """By record kind, the function that restores a record."""
+        return {RUN: lambda _, fields: self._insert(FinishedRun.of_fields(fields))}
+
+    def journal_to(self, journal: CommandLog) -> None:
+        """All runs were restored. Apply today's limits, and journal changes from now on."""
+        self._log = journal
+        self.keys_changed()
+        self._make_room()
+
+    async def close(self) -> None:
+        await self._timers.close()
+
+    def check_integrity(self) -> None:
+        """Recount the bytes. For tests."""
+        recounted: Counter[str] = Counter()
+        for run in self:
+            recounted[run.tenant] += run.size
+        assert recounted == self._bytes, (recounted, self._bytes)
+        assert len(self) <= self._max_runs
+        assert recounted.total() <= self._max_bytes
+        assert max(recounted.values(), default=0) <= self._max_bytes // _TENANT_PART
+
+    def _is_wanted(self, tenant: str) -> bool:
+        return self._core.tenants.is_served(tenant)
+
+    def _now(self) -> float:
+        return self._epoch + self._core.clock.now()
+
+    def _insert(self, run: FinishedRun) -> None:
+        self.delete(run.id)
+        self._runs[run.id] = run
+        self._bytes[run.tenant] += run.size
+
+    def _make_room(self) -> None:
+        """Apply all limits, and wait for the next run to become too old."""
+        oldest_end = self._now() - self._max_age
+        for run in list(self._runs.values()):
+            if run.ended_at > oldest_end:
+                break
+            self.delete(run.id)
+        while self._bytes:
+            tenant, size = self._bytes.most_common(1)[0]
+            has_room = self._bytes.total() <= self._max_bytes
+            if has_room and size <= self._max_bytes // _TENANT_PART:
+                break
+            self.delete(next(run.id for run in self if run.tenant == tenant))
+        while len(self._runs) > self._max_runs:
+            counts = Counter(map(_group, self))
+            most = counts.most_common(1)[0][0]
+            self.delete(next(run.id for run in self if _group(run) == most))
+        self._set_expiry()
+
+    def _set_expiry(self) -> None:
+        first = next(iter(self._runs.values()), None)
+        if first is not None and self._expiry is None:
+            when = first.ended_at + self._max_age + _LATE_S - self._epoch
+            self._expiry = self._timers.call_at(when, self._expire)
+
+    def _expire(self) -> None:
+        self._expiry = None
+        self._make_room()
+
+
+def _group(run: FinishedRun) -> tuple[str, str]:
+    """Runs of one group displace each other first. So API requests do not displace programs."""
+    return run.tenant, run.row["kind"]
+
+
+def _subject(run_id: int) -> str:
+    return f"run {run_id}"
