@@ -1,4 +1,4 @@
-"""Every family on the device gives the tokens of the CPU, with forks and past its windows."""
+"""Every family on the device gives the tokens of transformers, with forks and past windows."""
 
 import random
 from pathlib import Path
@@ -8,13 +8,11 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-import torch
-
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
+from tests.support.greedy import Greedy
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
@@ -42,8 +40,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def outputs(runner: ModelRunner | CudaRunner) -> list[list[int]]:
-    """Of prompts at once and in chunks, and of forks in the middle of a prompt."""
+def outputs(runner: ModelRunner | CudaRunner) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts and their outputs: at once and in chunks, and of forks in the middle of a prompt."""
     rng = random.Random(0)
     prompts = [[rng.randrange(250) for _ in range(length)] for length in (3, 70, 130)]
     driver = Driver(runner)
@@ -52,16 +50,17 @@ def outputs(runner: ModelRunner | CudaRunner) -> list[list[int]]:
     forks = [driver.fork(contexts[2], length) for length in (128, 77)]
     for number, fork in enumerate(forks):
         fork.tokens += [number, 9]
+    forked = [list(fork.tokens) for fork in forks]
     found += driver.generate(forks, NUM_TOKENS)
-    return found + driver.generate([driver.context(p) for p in prompts], NUM_TOKENS, chunk=33)
+    found += driver.generate([driver.context(p) for p in prompts], NUM_TOKENS, chunk=33)
+    return [*prompts, *forked, *prompts], found
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_the_cpu(tmp_path: Path, family: str) -> None:
-    """The same model through `load_runner`, as an engine starts it, in float32."""
-    folder = str(make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family]))
-    whole = load_decoder(open_checkpoint(folder), torch.float32, torch.device("cpu"))
-    config = {"model": folder, "device": "cuda", "dtype": "float32"}
+def test_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """The model through `load_runner`, as an engine starts it, in float32."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family])
+    config = {"model": str(folder), "device": "cuda", "dtype": "float32"}
     instance = {"num_kv_cache_blocks": 64, "block_size": 64, "host_kv_gb": 0}
     runner = load_runner(
         BuiltinConfig.model_validate(
@@ -69,7 +68,7 @@ def test_tokens_are_those_of_the_cpu(tmp_path: Path, family: str) -> None:
         )
     ).runner
     assert isinstance(runner, ModelRunner if family == "gemma4" else CudaRunner)
-    assert outputs(runner) == outputs(ModelRunner(whole, 64, 64))
+    Greedy(folder).check(*outputs(runner))
 
 
 def test_all_families_are_tested_on_the_device() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
@@ -24,6 +23,7 @@ from parrot.engine.service import deliver
 from parrot.protocol.engine_api import GenerateResponse
 from parrot.protocol.sampling import SamplingConfig
 from parrot.utils.clock import MonotonicClock
+from tests.support.greedy import Greedy
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
@@ -62,10 +62,7 @@ class Twins:
         self.runner = CountingRunner(ModelRunner(decoder, 120, 16, CpuOptions(gate=SHARE_ALL)))
         language = Language.of(checkpoint.load_tokenizer())
         self._core = EngineCore(BuiltinConfig(), self.runner, language, MonotonicClock())
-        self._twin = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        self._twin.generation_config.eos_token_id = None
+        self.greedy = Greedy(folder)
         self._num_requests = 0
 
     def found(self, prompts: Sequence[list[int]]) -> list[list[int]]:
@@ -86,20 +83,6 @@ class Twins:
         assert len(answers) == len(prompts), outcomes
         return [answer.generated_ids for answer in answers]
 
-    def wanted(self, prompts: Sequence[list[int]]) -> list[list[int]]:
-        with torch.inference_mode():
-            return [self._continued(torch.tensor([prompt])) for prompt in prompts]
-
-    def _continued(self, prompt: torch.Tensor) -> list[int]:
-        made = self._twin.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=NUM_TOKENS,
-            do_sample=False,
-        )
-        output: list[int] = made[0, prompt.shape[1] :].tolist()
-        return output
-
 
 @pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
 def test_outputs_equal_those_of_transformers(
@@ -110,7 +93,7 @@ def test_outputs_equal_those_of_transformers(
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
     outputs = twins.found(prompts)
-    assert outputs == twins.wanted(prompts)
+    twins.greedy.check(prompts, outputs)
 
     before = twins.runner.num_tokens
     forks = [
@@ -119,7 +102,7 @@ def test_outputs_equal_those_of_transformers(
         [*prompts[0], *outputs[0][:17], 5],
         prompts[2] + outputs[2],
     ]
-    assert twins.found(forks) == twins.wanted(forks)
+    twins.greedy.check(forks, twins.found(forks))
     found = (
         sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
     )
