@@ -56,12 +56,15 @@ class CountingRunner:
 class Twins:
     """A tiny model in the engine core and in transformers."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, num_blocks: int = 120, num_host_blocks: int = 0) -> None:
         checkpoint = open_checkpoint(str(folder))
         decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
-        self.runner = CountingRunner(ModelRunner(decoder, 120, 16, CpuOptions(gate=SHARE_ALL)))
+        options = CpuOptions(gate=SHARE_ALL, num_host_blocks=num_host_blocks)
+        runner = ModelRunner(decoder, num_blocks, 16, options)
+        is_counted = not num_host_blocks  # The host tier needs the runner itself.
+        self.runner = CountingRunner(runner) if is_counted else runner
         language = Language.of(checkpoint.load_tokenizer())
-        self._core = EngineCore(BuiltinConfig(), self.runner, language, MonotonicClock())
+        self.core = EngineCore(BuiltinConfig(), self.runner, language, MonotonicClock())
         self.greedy = Greedy(folder)
         self._num_requests = 0
 
@@ -75,10 +78,10 @@ class Twins:
             self._num_requests += 1
             piece = Piece(self._num_requests, array("i", prompt))
             request = EngineRequest(self._num_requests, (piece,), sampling=sampling)
-            self._core.requests.submit(request, outcome.append)
-        while self._core.step():
-            deliver(self._core.requests.outbox.take())
-        self._core.check_integrity()
+            self.core.requests.submit(request, outcome.append)
+        while self.core.step():
+            deliver(self.core.requests.outbox.take())
+        self.core.check_integrity()
         answers = [outcome for (outcome,) in outcomes if isinstance(outcome, GenerateResponse)]
         assert len(answers) == len(prompts), outcomes
         return [answer.generated_ids for answer in answers]
@@ -95,6 +98,7 @@ def test_outputs_equal_those_of_transformers(
     outputs = twins.found(prompts)
     twins.greedy.check(prompts, outputs)
 
+    assert isinstance(twins.runner, CountingRunner)
     before = twins.runner.num_tokens
     forks = [
         [*prefix[:40], 7],
@@ -107,3 +111,17 @@ def test_outputs_equal_those_of_transformers(
         sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
     )
     assert found > 200, "prefixes were not found in the cache"
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "cohere2"])
+def test_outputs_with_preemptions_and_a_host_tier(tmp_path: Path, family: str) -> None:
+    """Blocks for two of eight contexts: KV is evicted, copied to the host and back."""
+    folder = make_tiny_model(tmp_path / "model", family)
+    twins = Twins(folder, num_blocks=20, num_host_blocks=60)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(256) for _ in range(70 + 9 * number)] for number in range(8)]
+    outputs = twins.found(prompts)
+    twins.greedy.check(prompts, outputs)
+    further = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
+    twins.greedy.check(further, twins.found(further))
+    assert twins.core.runtime_info().prompt_tokens.host > 200
