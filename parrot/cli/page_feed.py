@@ -97,6 +97,13 @@ Row = dict[str, Any]
 Rows = dict[str, Row]
 
 
+def state_of(run: Row) -> str:
+    """The state of a session in one word, as on the web page. A live session without a running call
+    waits for its program."""
+    state = run.get("state", "active")
+    return str(state) if state != "active" else "running" if run.get("running") else "waiting"
+
+
 class PageFeed:
     """The web page's views of one ServeCore for one visitor."""
 

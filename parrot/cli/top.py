@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
-from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows
+from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, state_of
 from parrot.utils.config import ConfigError
 
 _FRAME_LINES = 12  # Lines of the screen that are not sessions.
@@ -65,17 +65,25 @@ def _q_interrupts() -> Iterator[None]:
 
 
 def screen(rows: Rows, height: int | None) -> Group:
-    """The screen with the sessions that fit. Running sessions come first."""
+    """The screen with the sessions that fit. Running sessions come first, finished ones last."""
     engines = [row for key, row in rows.items() if key.startswith("engine:")]
     sessions = [row for key, row in rows.items() if key.startswith("session:")]
-    sessions.sort(key=lambda row: (row.get("running", 0) == 0, -row.get("created_at", 0.0)))
+    order = ("running", "waiting")
+    sessions.sort(
+        key=lambda row: (
+            order.index(state) if (state := state_of(row)) in order else len(order),
+            -row.get("created_at", 0.0),
+        )
+    )
+    num_live = sum(state_of(row) in order for row in sessions)
     room = None if height is None else max(1, height - _FRAME_LINES - len(engines))
     shown = sessions[:room]
     more = len(sessions) - len(shown)
     service = rows.get("service", {})
     head = (
         f"[bold]{escape(', '.join(service.get('models', [])) or 'no model')}[/]   "
-        f"engines: {len(engines)}   queued: {service.get('queued', 0)}   sessions: {len(sessions)}"
+        f"engines: {len(engines)}   queued: {service.get('queued', 0)}   sessions: {num_live}   "
+        f"finished: {len(sessions) - num_live}"
     )
     end = [f"[dim]and {more} more[/]"] if more > 0 else []
     return Group(head, _engine_table(engines), _session_table(shown), *end)
@@ -99,17 +107,18 @@ def _engine_table(engines: Iterable[Row]) -> Table:
 
 
 def _session_table(sessions: Iterable[Row]) -> Table:
-    names = ("run", "done", "failed", "prompt", "cached", "output")
+    names = ("done", "failed", "prompt", "cached", "output")
     name, began = Column("session", no_wrap=True), Column("since", no_wrap=True)
-    table = _table(name, "application", began, *_right(*names))
+    state = Column("state", no_wrap=True)
+    table = _table(name, "application", state, began, *_right(*names))
     for row in sessions:
         prompt = row.get("prompt_tokens", 0)
         failed = row.get("failed", 0)
         table.add_row(
             _text(row.get("id")),
             _text(", ".join(row.get("apps") or [])),
+            state_of(row),
             time.strftime("%H:%M:%S", time.localtime(row.get("created_at", 0.0))),
-            str(row.get("running", 0)),
             str(row.get("done", 0)),
             f"[red]{failed}[/]" if failed else "0",
             str(prompt),

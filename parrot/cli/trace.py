@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.markup import escape
 from rich.table import Table
@@ -19,7 +19,7 @@ from rich.table import Table
 from parrot.cli.calls import calls_table
 from parrot.cli.console import OUT, fail
 from parrot.cli.graph_picture import draw_session
-from parrot.cli.page_feed import PageFeed, RequestFailed, Rows
+from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, state_of
 from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
 from parrot.protocol.trace import CallLine, NativeLine
 from parrot.simulation.trace import TracedSession, load_trace
@@ -125,8 +125,9 @@ def _microseconds(seconds: float) -> int:
 
 
 _LISTED = 20
-_GONE = (
-    "; those that have ended are in the file of ServeCore's `trace_path`, if it has one (--file)"
+_MORE = (
+    " (ServeCore keeps the last runs, see the config key `history`; its `trace_path` records all, "
+    "for --file)"
 )
 
 
@@ -138,8 +139,8 @@ def trace(
     file: Path | None,
     output_dir: Path,
 ) -> None:
-    """Write the files of a session. Without a session, list all sessions. Raises `SystemExit` for
-    an unknown session, or if ServeCore rejects the request."""
+    """Write the files of a session, live or finished. Without a session, list all sessions. Raises
+    `SystemExit` for an unknown session, or if ServeCore rejects the request."""
     try:
         found = (
             _live(session, PageFeed(core, config_path, api_key))
@@ -161,15 +162,13 @@ def _live(session: str | None, feed: PageFeed) -> SessionInfo | None:
     known = {str(row["id"]): row for key, row in overview.items() if key.startswith("session:")}
     newest = max(known, key=lambda name: float(known[name]["created_at"]), default=None)
     if session is None:
-        began = {name: float(row["created_at"]) for name, row in known.items()}
-        calls = {name: int(row["calls"]) for name, row in known.items()}
-        _list([(name, began[name], calls[name]) for name in known])
+        _list([_Listed(name, row["created_at"], row["calls"], row) for name, row in known.items()])
         return None
     chosen = newest if session == "last" else session
     if chosen not in known:
         raise RequestFailed(
-            f"no live session {session}; `parrot trace` lists those that there are, and --file "
-            "reads those that were recorded"
+            f"there is no run {session}, or it was not kept; `parrot trace` lists the runs, and "
+            "--file reads the file of `trace_path`"
         )
     return _session_info(int(chosen), feed.now(f"sessions/{chosen}"))
 
@@ -186,11 +185,12 @@ def _session_info(session_id: int, rows: Rows) -> SessionInfo:
                     GraphEdge(source=source, target=target, variable=variable.get("name", ""))
                 )
     head = rows["session"]
+    end = head.get("ended_at", time.time())  # A live session has not ended.
     return _info(
         session_id,
         [CompletionInfo.model_validate(row) for row in calls.values()],
         edges,
-        time.time() - float(head["created_at"]),
+        float(end) - float(head["created_at"]),
     )
 
 
@@ -198,7 +198,7 @@ def _recorded(session: str | None, file: Path) -> SessionInfo | None:
     """An ended session from a file that ServeCore wrote to its `trace_path`."""
     sessions = {str(one.began.session_id): one for one in load_trace(file).sessions}
     if session is None:
-        _list([(name, one.began.at, len(one.calls)) for name, one in sessions.items()], file)
+        _list([_Listed(name, one.began.at, len(one.calls)) for name, one in sessions.items()], file)
         return None
     chosen = next(reversed(sessions)) if session == "last" else session
     if chosen not in sessions:
@@ -264,23 +264,32 @@ def _write(info: SessionInfo, output_dir: Path) -> None:
     OUT.print(f"The graph: {escape(str(picture))}", soft_wrap=True)
 
 
-def _list(sessions: Iterable[tuple[str, float, int]], file: Path | None = None) -> None:
-    """Print (id, start, calls) of the newest sessions. The start is a time of day, or the time in
-    the recording."""
-    newest = sorted(sessions, key=lambda session: -session[1])
-    table = Table("session", "began", "calls")
-    for name, began, calls in newest[:_LISTED]:
-        when = (
-            time.strftime("%H:%M:%S", time.localtime(began)) if file is None else f"{began:.1f} s"
-        )
-        table.add_row(name, when, str(calls))
+class _Listed(NamedTuple):
+    """One line of the list of runs."""
+
+    name: str  # the session's id
+    began: float  # Unix time, or the time in the recording
+    calls: int
+    row: Row | None = None  # of the page; None in a recording
+
+
+def _list(sessions: Iterable[_Listed], file: Path | None = None) -> None:
+    """Print the newest sessions, live or finished."""
+    newest = sorted(sessions, key=lambda session: -session.began)
+    table = Table("session", *(() if file else ("application", "state")), "began", "calls")
+    for name, began, calls, row in newest[:_LISTED]:
+        if row is None:
+            table.add_row(name, f"{began:.1f} s", str(calls))
+            continue
+        when = time.strftime("%H:%M:%S", time.localtime(began))
+        table.add_row(name, escape(", ".join(row["apps"])), state_of(row), when, str(calls))
     if not newest:
-        OUT.print(f"there is no session{'' if file else _GONE}")
+        OUT.print(f"there is no session{'' if file else _MORE}")
         return
     OUT.print(table)
     more = len(newest) - _LISTED
     OUT.print(
         (f"and {more} older. " if more > 0 else "")
         + "`parrot trace SESSION` shows one"
-        + ("" if file else _GONE)
+        + ("" if file else _MORE)
     )

@@ -54,6 +54,14 @@ def run_chain(url: str) -> dict[str, Any]:
     return scope
 
 
+def delete(url: str, scope: dict[str, Any]) -> None:
+    """End the session, as a program does at its end."""
+    headers = {"Authorization": f"Bearer {scope['session_auth']}"}
+    path = f"{url}/v1/session/{scope['session_id']}"
+    request = urllib.request.Request(path, method="DELETE", headers=headers)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
 def test_a_question_and_a_conversation(cluster: Cluster) -> None:
     core = ("--core", cluster.core_url, "--max-tokens", "4")
     one = parrot("chat", *core, "hello")
@@ -68,9 +76,11 @@ def test_a_question_and_a_conversation(cluster: Cluster) -> None:
 
 
 def test_top_prints_what_there_is(cluster: Cluster) -> None:
-    run_chain(cluster.core_url)
+    scope = run_chain(cluster.core_url)
+    delete(cluster.core_url, scope)
     result = parrot("top", "--core", cluster.core_url)
     assert result.returncode == 0, result.stderr
+    assert "finished: 1" in result.stdout
     assert "engines: 1" in result.stdout
     assert "simulated" in result.stdout
     assert "jokes" in result.stdout
@@ -112,14 +122,21 @@ def test_a_model_is_asked_for_by_its_served_name() -> None:
         assert "short" in parrot("ping", *core).stdout
 
 
-def test_a_live_session_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -> None:
+def test_a_live_session_a_finished_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -> None:
     file, live_dir, recorded_dir = tmp_path / "trace.jsonl", tmp_path / "live", tmp_path / "rec"
+    kept_dir = tmp_path / "kept"
     with Cluster({"trace_path": str(file)}, [SIM]) as cluster:
         url = cluster.core_url
-        name = str(run_chain(url)["session_id"])
+        scope = run_chain(url)
+        name = str(scope["session_id"])
         assert name in parrot("trace", "--core", url).stdout
         live = parrot("trace", name, "--core", url, "--output_dir", str(live_dir))
         assert live.returncode == 0, live.stderr
+        delete(url, scope)
+        listed = parrot("trace", "--core", url).stdout
+        assert "finished" in listed.partition(name)[2].splitlines()[0]
+        kept = parrot("trace", "last", "--core", url, "--output_dir", str(kept_dir))
+        assert kept.returncode == 0, kept.stderr
     assert "f_joke" in live.stdout
     assert (live_dir / f"session_{name}.svg").exists()
     recorded = parrot("trace", "last", "--file", str(file), "--output_dir", str(recorded_dir))
@@ -132,7 +149,7 @@ def test_a_live_session_and_a_recorded_one_give_the_same_graph(tmp_path: Path) -
     names = [name for _, name in shape(live_dir)]
     assert [n for n in names if n.startswith("f_")] == ["f_joke → joke", "f_why → why"]
     assert names.count("joke") == 2  # An arrow.
-    assert shape(recorded_dir) == shape(live_dir)
+    assert shape(recorded_dir) == shape(kept_dir) == shape(live_dir)
     assert name in parrot("trace", "--file", str(file)).stdout
 
 
@@ -150,7 +167,7 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
         said = failed(command, *core, "--config_path", str(other))
         assert "give ServeCore's config file (--config-path) or an API key" in said
         assert "cannot be read" in failed(command, *core, "--config_path", str(tmp_path / "no"))
-    assert "`parrot trace` lists those" in failed("trace", "12", *core)
+    assert "there is no run 12, or it was not kept" in failed("trace", "12", *core)
     assert "cannot be read" in failed("trace", "--file", str(tmp_path / "none"))
     assert "not an http address" in failed("top", "--core", "ftp://x")
 

@@ -53,6 +53,7 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "DELETE /v1/responses/{response_id}": [{}],
     "POST /ui/api/sessions": [{}],
     "POST /ui/api/sessions/{session_id}/end": [{}],
+    "POST /ui/api/runs/{session_id}/delete": [{}],
     "POST /ui/api/sessions/{session_id}/cancel/{request_id}": [{}],
 }
 NO_CHANGES = {
@@ -90,6 +91,9 @@ async def test_a_change_is_answered_when_it_is_on_disk(route: str, body: dict[st
     async with serving(file, hanging() if "response_id" in path else None) as site:
         async with program(site) as scope:
             names = await ids(site, scope, needs_response="response_id" in path)
+        if "/runs/" in path:  # Of finished sessions.
+            path_of_session = f"/v1/session/{names['session_id']}"
+            await (await site.http.delete(path_of_session, params=scope)).read()
         fields = with_ids(body, names)
         if path.startswith(SCOPED) and "session" not in body:
             fields = fields | scope

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from axe_playwright_python.async_playwright import Axe
 
+from parrot.protocol.errors import EngineFailed
 from parrot.serve.events import CompletionRetried, EngineJoined
 from parrot.serve.graph.nodes import Completion
 from tests.page.conftest import TOKEN, Visit
@@ -170,7 +171,7 @@ async def test_texts_stay_texts(visit: Visit) -> None:
 async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> None:
     scope = await visit.site.session()
     await visit.open(f"session/{scope['session_id']}")
-    await visit.wait_text("h1", "Session")
+    await visit.wait_text("h1", "Run")
     await visit.page.context.set_offline(True)
     for name in ("one", "two"):
         await visit.site.call(scope, name)
@@ -194,19 +195,75 @@ async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visi
     await visit.page.wait_for_selector("#key")
 
 
-async def test_sessions_are_ended_and_calls_cancelled(visit: Visit) -> None:
+async def test_runs_are_ended_and_calls_stopped_after_a_question(visit: Visit) -> None:
     await visit.site.join()
     scope = await visit.site.session()
     output = await visit.site.call(scope, "out")
     read = asyncio.create_task(visit.site.send("GET", f"/v1/semantic_var/{output}", params=scope))
     await visit.site.started(1)
     await visit.open(f"session/{scope['session_id']}/{output}")
-    await visit.page.click("text=Cancel this call")
+    await visit.page.click("text=Stop this call")
+    await visit.page.click("dialog[open] >> text=Cancel")
+    assert await visit.page.locator(".node.running").count() == 1
+    await visit.page.click("text=Stop this call")
+    await visit.page.click("dialog[open] >> text=Stop the call")
     await visit.wait_text(".node.cancelled", "")
+    await visit.wait_text("aside", "Was stopped")
     assert (await read)[0] == 499
-    await visit.page.click("text=Overview")
-    await visit.page.click("td >> text=End")
-    await visit.wait_text("p", "No session is live")
+    await visit.page.click("nav >> text=Runs")
+    await visit.page.click("td >> text=End\u2026")
+    await visit.page.click("dialog[open] >> text=End the run")
+    await visit.wait_text("td .state", "cancelled")
+
+
+async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
+    await visit.site.join()
+    scope = await visit.site.post("/v1/session", {"apps": ["newsletter"]})
+    output = await visit.site.call(scope, "out")
+    read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
+    await visit.answer("All the news")
+    await read
+    unread = await visit.site.call(scope, "unread", output)
+    await visit.site.send("DELETE", f"/v1/session/{scope['session_id']}", params=scope)
+    await visit.open()
+    await visit.wait_text("td .state", "finished")
+    await visit.page.click("text=newsletter")
+    await visit.page.locator(".node.done").click()
+    await visit.wait_text("pre.value", "All the news")
+    await visit.wait_text("aside", "generated")
+    await visit.page.locator(".node.idle").click()
+    await visit.wait_text("aside", "Did not run: no reader needed its output.")
+    assert await visit.page.locator("text=Stop this call").count() == 0
+    assert unread in await visit.page.evaluate("location.hash")
+    await visit.page.click("nav >> text=Runs")
+    await visit.page.click("td >> text=Delete\u2026")
+    focused = await visit.page.evaluate("document.activeElement.textContent")
+    assert focused == "Cancel"
+    await visit.page.click("dialog[open] >> text=Delete the run")
+    await visit.wait_text("p", "There is no run yet")
+
+
+async def test_an_unknown_run_or_page_says_so(visit: Visit) -> None:
+    await visit.open("run/123")
+    await visit.wait_text("h1", "There is no such run")
+    await visit.wait_text("main", "there is no run 123")
+    visit.errors.clear()  # the browser's own, of the answer 404
+    await visit.page.goto(f"{visit.url}/ui/#/nosuch")
+    await visit.wait_text("h1", "There is no such page")
+    assert await visit.page.locator("table").count() == 0
+
+
+async def test_a_failed_call_does_not_wait_for_an_input(visit: Visit) -> None:
+    scope = await visit.site.session()
+    failing = await visit.site.call(scope, "first")
+    second = await visit.site.call(scope, "second", failing)
+    session = visit.site.core.sessions.find(scope["session_id"])
+    assert session is not None
+    session.graph.variable(failing).fail(EngineFailed("a kernel failed"))
+    await visit.open(f"run/{scope['session_id']}/{second}")
+    await visit.wait_text("aside", "Did not run, because")
+    await visit.wait_text("aside", "a kernel failed")
+    assert "Waits for" not in await visit.text("aside")
 
 
 async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> None:

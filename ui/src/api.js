@@ -17,6 +17,17 @@ async function request(path, options) {
   return payload;
 }
 
+/** Resolve if the feed can be opened. An EventSource does not tell why it failed. */
+async function check(path) {
+  const stop = new AbortController();
+  const response = await fetch(`api/${path}`, { signal: stop.signal });
+  if (!response.ok) {
+    const payload = await response.json().catch(() => ({}));
+    throw new Failure(response.status, payload.error?.message ?? response.statusText);
+  }
+  stop.abort();
+}
+
 /** Ask an endpoint of the page. */
 export const get = (path) => request(`api/${path}`);
 export const post = (path, body = {}) => postTo(`api/${path}`, body);
@@ -72,11 +83,12 @@ export function useFeed(path) {
         return;
       }
       setState({ rows, error: null, isLive: false });
-      timer = setTimeout(() => get("me").then(connect, retry), RETRY_MS);
+      timer = setTimeout(() => check(path).then(connect, retry), RETRY_MS);
     };
     const retry = (failure) => {
       if (failure.status === 401) location.reload();
-      else timer = setTimeout(() => get("me").then(connect, retry), RETRY_MS);
+      else if (failure.status === 404) setState({ rows, error: failure.message, isLive: false });
+      else timer = setTimeout(() => check(path).then(connect, retry), RETRY_MS);
     };
     const connect = () => {
       const since = version === undefined ? "" : `?since=${encodeURIComponent(version)}`;

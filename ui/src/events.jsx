@@ -53,5 +53,5 @@ function EventTable({ events }) {
 
 function SessionLink({ event: { session, has_view, var: output } }) {
   if (!has_view) return session;
-  return <a href={`#/session/${session}${output && `/${output}`}`}>{session}</a>;
+  return <a href={`#/run/${session}${output && `/${output}`}`}>{session}</a>;
 }

@@ -30,6 +30,9 @@ export function Age({ since }) {
 
 export const State = ({ state }) => <span class={`state ${state}`}>{state}</span>;
 
+/** The state of a run in one word. A live run without a running call waits for its program. */
+export const runState = (run) => (run.state !== "active" ? run.state : run.running > 0 ? "running" : "waiting");
+
 export function Notice({ feed }) {
   if (feed.error) return <p class="notice">This view has ended: {feed.error}</p>;
   if (!feed.isLive && feed.rows.size) return <p class="notice">The connection is lost; trying again.</p>;

@@ -6,8 +6,9 @@ const SWEEPS = 4;
 
 /**
  * @param {Map<string, object>} rows of a session's feed
- * @returns {{calls: Map<string, object>, producerOf: Map<string, string>}} calls by the id of their
- *   first output, and by each variable the call that makes it
+ * @returns {{calls: Map<string, object>, producerOf: Map<string, string>, hasEnded: boolean}} calls
+ *   by the id of their first output, by each variable the call that makes it, and whether the run
+ *   has ended
  */
 export function readGraph(rows) {
   const calls = new Map();
@@ -18,7 +19,8 @@ export function readGraph(rows) {
     calls.set(id, row);
     for (const output of row.outputs) producerOf.set(output, id);
   }
-  return { calls, producerOf };
+  const session = rows.get("session");
+  return { calls, producerOf, hasEnded: session !== undefined && session.state !== "active" };
 }
 
 const parentsOf = (graph, id) => [
@@ -164,10 +166,13 @@ export function lastParent(graph, id) {
 /** One sentence: what a call has waited for, and what it did. */
 export function why(graph, id) {
   const call = graph.calls.get(id);
-  if (call.activated_s == null) return "Nobody wants its output yet.";
+  const since = (from, to) => (from == null || to == null ? 0 : Math.max(0, to - from));
+  if (call.state === "failed" || call.state === "cancelled") return whyNot(graph, id, since);
+  if (call.activated_s == null) {
+    return graph.hasEnded ? "Did not run: no reader needed its output." : "No reader needs its output yet.";
+  }
   const parts = [];
   const parent = lastParent(graph, id);
-  const since = (from, to) => (from == null || to == null ? 0 : Math.max(0, to - from));
   if (call.ready_s == null) {
     const open = parentsOf(graph, id).filter((p) => graph.calls.get(p).finished_s == null);
     const names = open.map((p) => graph.calls.get(p).func_name).slice(0, 3).join(", ");
@@ -194,6 +199,23 @@ export function why(graph, id) {
   const where = call.engine ? ` on ${call.engine}` : "";
   const took = call.finished_s == null ? "" : ` in ${time(since(call.started_s, call.finished_s))}`;
   return sentence(parts, `${took}${where}`);
+}
+
+/** One sentence on a call that failed or was stopped. */
+function whyNot(graph, id, since) {
+  const call = graph.calls.get(id);
+  const verb = call.state === "failed" ? "failed" : "was stopped";
+  if (call.ready_s == null) {
+    const cause = parentsOf(graph, id).find((parent) => graph.calls.get(parent).state === call.state);
+    if (cause !== undefined) return `Did not run, because ${graph.calls.get(cause).func_name} ${verb}.`;
+    return call.state === "failed" ? "Did not run, because an input failed." : "Was stopped before it ran.";
+  }
+  if (call.started_s == null) {
+    return sentence([`${verb} after ${time(since(call.ready_s, call.finished_s))} in the queue`]);
+  }
+  const where = call.engine ? ` on ${call.engine}` : "";
+  const attempts = call.attempts > 1 ? `, in attempt ${call.attempts}` : "";
+  return sentence([`${verb} ${time(since(call.started_s, call.finished_s))} after its start${where}${attempts}`]);
 }
 
 const time = (s) => (s < 0.0995 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);

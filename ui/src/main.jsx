@@ -35,7 +35,7 @@ function Page() {
         </a>
         <nav aria-label="Views">
           <a href="#/" aria-current={view === undefined ? "page" : undefined}>
-            Overview
+            Runs
           </a>
           {["Placement", "Tenants", "Events", "Playground"].map((name) => (
             <a
@@ -55,7 +55,9 @@ function Page() {
         </span>
       </header>
       <main>
-        {view === "session" ? (
+        {view === undefined ? (
+          <Overview isOperator={visitor.tenant === null} />
+        ) : view === "run" || view === "session" ? (
           <SessionView key={args[0]} id={args[0]} shown={args[1]} />
         ) : view === "placement" ? (
           <Placement />
@@ -66,12 +68,21 @@ function Page() {
         ) : view === "playground" ? (
           <Playground />
         ) : (
-          <Overview isOperator={visitor.tenant === null} />
+          <NoSuchPage />
         )}
       </main>
     </>
   );
 }
+
+const NoSuchPage = () => (
+  <section>
+    <h1>There is no such page</h1>
+    <p>
+      <a href="#/">All runs</a>
+    </p>
+  </section>
+);
 
 function Entry({ enter }) {
   const [key, setKey] = useState("");

@@ -1,6 +1,7 @@
 // The service at a glance: engines, and sessions with their work.
 import { post, useFeed } from "./api.js";
-import { Age, Notice, count, seconds, share } from "./format.jsx";
+import { AskButton } from "./ask.jsx";
+import { Age, Notice, State, count, runState, seconds, share } from "./format.jsx";
 
 const rowsOf = (rows, kind) =>
   [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([, row]) => row);
@@ -22,8 +23,8 @@ export function Overview({ isOperator }) {
         )}
       </section>
       <section>
-        <h2>Sessions</h2>
-        <Sessions sessions={sessions} />
+        <h2>Runs</h2>
+        <Runs runs={sessions} isReady={feed.rows.size > 0} />
       </section>
     </>
   );
@@ -106,16 +107,21 @@ function EngineState({ engine }) {
 }
 
 function DrainButton({ engine }) {
-  const is_wanted = !engine.is_draining;
-  const title = is_wanted ? "Give it no more calls; those that run go on" : "Give it calls again";
+  const drain = (is_wanted) => post(`engines/${engine.engine_id}/drain`, { is_wanted });
+  if (engine.is_draining) {
+    return (
+      <button class="quiet" title="Send it calls again" onClick={() => drain(false)}>
+        Resume
+      </button>
+    );
+  }
   return (
-    <button
-      class="quiet"
-      title={title}
-      onClick={() => post(`engines/${engine.engine_id}/drain`, { is_wanted })}
-    >
-      {is_wanted ? "Drain" : "Resume"}
-    </button>
+    <AskButton
+      label="Drain…"
+      question={`Drain ${engine.engine_name}? It gets no more calls. Its running calls finish.`}
+      confirm="Drain"
+      onConfirm={() => drain(true)}
+    />
   );
 }
 
@@ -144,60 +150,37 @@ function ServerCells({ load }) {
   );
 }
 
-function Sessions({ sessions }) {
-  if (!sessions.length) {
+function Runs({ runs, isReady }) {
+  if (!runs.length) {
     return (
-      <p class="hint">
-        No session is live. Run a program, or <a href="#/playground">write a call here</a>.
-      </p>
+      isReady && (
+        <p class="hint">
+          There is no run yet. Start a program, or <a href="#/playground">write a call here</a>.
+        </p>
+      )
     );
   }
   return (
-    <div class="scroll" tabindex="0" role="region" aria-label="Sessions">
+    <div class="scroll" tabindex="0" role="region" aria-label="Runs">
       <table>
         <thead>
           <tr>
-            <th>Session</th>
+            <th>Run</th>
+            <th>State</th>
             <th>Tenant</th>
             <th>Models</th>
             <th>Calls</th>
             <th class="number">Prompt</th>
             <th class="number">Cached</th>
             <th class="number">Output</th>
-            <th class="number">Age</th>
+            <th class="number">Began</th>
+            <th class="number">Took</th>
             <th aria-label="Actions" />
           </tr>
         </thead>
         <tbody>
-          {sessions.map((session) => (
-            <tr key={session.id}>
-              <td>
-                <a href={`#/session/${session.id}`}>{session.apps.join(", ") || session.id}</a>
-              </td>
-              <td>{session.tenant}</td>
-              <td>{session.models.join(", ")}</td>
-              <td>
-                <Progress session={session} />
-              </td>
-              <td class="number">{count(session.prompt_tokens)}</td>
-              <td class="number">
-                {share(session.cached_tokens, session.prompt_tokens)}
-                {session.prefix_breaks > 0 && (
-                  <span class="state failed" title="Prompts that left what their program had sent before">
-                    {session.prefix_breaks} {session.prefix_breaks === 1 ? "break" : "breaks"}
-                  </span>
-                )}
-              </td>
-              <td class="number">{count(session.output_tokens)}</td>
-              <td class="number">
-                <Age since={session.created_at} />
-              </td>
-              <td>
-                <button class="quiet" onClick={() => post(`sessions/${session.id}/end`)}>
-                  End
-                </button>
-              </td>
-            </tr>
+          {runs.map((run) => (
+            <RunRow key={run.id} run={run} />
           ))}
         </tbody>
       </table>
@@ -205,13 +188,66 @@ function Sessions({ sessions }) {
   );
 }
 
-function Progress({ session }) {
-  const failed = session.failed + session.cancelled;
+function RunRow({ run }) {
+  const name = run.apps.join(", ") || String(run.id);
+  const isLive = run.state === "active";
+  return (
+    <tr>
+      <td>
+        <a href={`#/run/${run.id}`}>{name}</a>
+      </td>
+      <td>
+        <State state={runState(run)} />
+      </td>
+      <td>{run.tenant}</td>
+      <td>{run.models.join(", ")}</td>
+      <td>
+        <Progress run={run} />
+      </td>
+      <td class="number">{count(run.prompt_tokens)}</td>
+      <td class="number">
+        {share(run.cached_tokens, run.prompt_tokens)}
+        {run.prefix_breaks > 0 && (
+          <span class="state failed" title="Prompts that left what their program had sent before">
+            {run.prefix_breaks} {run.prefix_breaks === 1 ? "break" : "breaks"}
+          </span>
+        )}
+      </td>
+      <td class="number">{count(run.output_tokens)}</td>
+      <td class="number">
+        <Age since={run.created_at} /> ago
+      </td>
+      <td class="number">{isLive ? "" : seconds(run.ended_at - run.created_at)}</td>
+      <td>{isLive ? <EndButton run={run} name={name} /> : <DeleteButton run={run} name={name} />}</td>
+    </tr>
+  );
+}
+
+const EndButton = ({ run, name }) => (
+  <AskButton
+    label="End…"
+    question={`End ${name}? Its running calls stop, and its program can no longer read values.`}
+    confirm="End the run"
+    onConfirm={() => post(`sessions/${run.id}/end`)}
+  />
+);
+
+const DeleteButton = ({ run, name }) => (
+  <AskButton
+    label="Delete…"
+    question={`Delete ${name}? Its prompts and values cannot be restored.`}
+    confirm="Delete the run"
+    onConfirm={() => post(`runs/${run.id}/delete`)}
+  />
+);
+
+function Progress({ run }) {
   return (
     <>
-      {session.done} of {session.calls}
-      {session.running > 0 && <span class="state running">{session.running} running</span>}
-      {failed > 0 && <span class="state failed">{failed} failed</span>}
+      {run.done} of {run.calls}
+      {run.running > 0 && <span class="state running">{run.running} running</span>}
+      {run.failed > 0 && <span class="state failed">{run.failed} failed</span>}
+      {run.cancelled > 0 && <span class="state">{run.cancelled} cancelled</span>}
     </>
   );
 }

@@ -46,7 +46,7 @@ function Decisions({ decisions }) {
           {decisions.map((d) => (
             <tr key={d.key}>
               <td>
-                <a href={`#/session/${d.session}`}>{d.func}</a>
+                <a href={`#/run/${d.session}`}>{d.func}</a>
               </td>
               <td>{d.engine}</td>
               <td class="number">{seconds(d.waited_s)}</td>

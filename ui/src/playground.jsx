@@ -117,7 +117,7 @@ function Results({ run }) {
   return (
     <section>
       <h2>
-        Results <a href={`#/session/${session_id}`}>as a graph</a>
+        Results <a href={`#/run/${session_id}`}>as a graph</a>
       </h2>
       {run.outputs.map((name) => (
         <Output

@@ -1,6 +1,7 @@
 // One session: its graph as it runs, where its time went, and any variable of it.
 import { useMemo, useState } from "preact/hooks";
 import { post, useFeed } from "./api.js";
+import { AskButton } from "./ask.jsx";
 import { Age, Notice, State, count, seconds } from "./format.jsx";
 import { criticalPath, layOut, readGraph, why } from "./graph.js";
 import { Timeline } from "./timeline.jsx";
@@ -14,16 +15,19 @@ export function SessionView({ id, shown }) {
   const layout = useMemo(() => layOut(graph), [outline]);
   const critical = useMemo(() => criticalPath(graph), [feed.rows]);
   const session = feed.rows.get("session");
-  const show = (variable) => (location.hash = `#/session/${id}/${variable}`);
+  const show = (variable) => (location.hash = `#/run/${id}/${variable}`);
+  if (feed.error && !feed.rows.size) return <NoSuchRun reason={feed.error} />;
   const members = folded && layout.nodes.find((node) => node.id === folded)?.members;
   return (
     <>
       <Notice feed={feed} />
       {session && (
         <h1>
-          {session.apps.join(", ") || `Session ${session.id}`}{" "}
+          {session.apps.join(", ") || `Run ${session.id}`}{" "}
+          {session.state !== "active" && <State state={session.state} />}{" "}
           <small>
-            tenant {session.tenant}, {graph.calls.size} calls, <Age since={session.created_at} /> old
+            tenant {session.tenant}, {graph.calls.size} calls, began <Age since={session.created_at} /> ago
+            {session.ended_at != null && `, took ${seconds(session.ended_at - session.created_at)}`}
           </small>
         </h1>
       )}
@@ -54,7 +58,7 @@ export function SessionView({ id, shown }) {
         </div>
         {shown && (
           <aside aria-label="Variable">
-            <Call id={id} graph={graph} variable={shown} />
+            <Call id={id} isLive={session?.state === "active"} graph={graph} variable={shown} />
             <Variable key={shown} session={id} id={shown} rows={feed.rows} show={show} />
           </aside>
         )}
@@ -72,7 +76,7 @@ const stateOf = (graph, members) => {
 };
 
 function Graph({ graph, layout, critical, shown, onOpen }) {
-  if (!layout.nodes.length) return <p class="hint">No call was submitted yet.</p>;
+  if (!layout.nodes.length) return <p class="hint">Nothing was called yet.</p>;
   const { width, height } = layout.size;
   const isCritical = (from, to) => to.members.some((id) => from.members.includes(critical.get(id)));
   const edges = layout.nodes.flatMap((node) => [...node.parents].map((parent) => [parent, node]));
@@ -178,11 +182,21 @@ function Variables({ rows, show }) {
   );
 }
 
-function Call({ id, graph, variable }) {
+const NoSuchRun = ({ reason }) => (
+  <section>
+    <h1>There is no such run</h1>
+    <p>{reason}.</p>
+    <p>
+      <a href="#/">All runs</a>
+    </p>
+  </section>
+);
+
+function Call({ id, isLive, graph, variable }) {
   const producer = graph.producerOf.get(variable);
   const call = producer && graph.calls.get(producer);
   if (!call) return null;
-  const isOpen = !["done", "failed", "cancelled"].includes(call.state);
+  const isOpen = isLive && !["done", "failed", "cancelled"].includes(call.state);
   return (
     <section>
       <h2>
@@ -191,7 +205,12 @@ function Call({ id, graph, variable }) {
       <p>{why(graph, producer)}</p>
       {call.remark && <p class="notice">{call.remark}</p>}
       {isOpen && (
-        <button onClick={() => post(`sessions/${id}/cancel/${call.request_id}`)}>Cancel this call</button>
+        <AskButton
+          label="Stop this call…"
+          question={`Stop ${call.func_name}? Calls that need its output do not run.`}
+          confirm="Stop the call"
+          onConfirm={() => post(`sessions/${id}/cancel/${call.request_id}`)}
+        />
       )}
     </section>
   );

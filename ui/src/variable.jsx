@@ -12,6 +12,7 @@ export function Variable({ session, id, rows, show }) {
     .sort(([a], [b]) => a.slice(5) - b.slice(5))
     .map(([, piece]) => piece.text)
     .join("");
+  const isLeftOut = row.is_left_out;
   const isHidden = row.chars > 0 && !text;
   const why = row.state === "empty" && call?.comes_whole;
   return (
@@ -27,7 +28,9 @@ export function Variable({ session, id, rows, show }) {
         </p>
       ))}
       {why && <p class="hint">The value comes at the end: {why}.</p>}
-      {isHidden ? (
+      {isLeftOut ? (
+        <p class="hint">{count(row.chars)} characters, which were not kept: the run has too much text.</p>
+      ) : isHidden ? (
         <p class="hint">{count(row.chars)} characters, which only their tenant may read.</p>
       ) : (
         <pre class="value" role="region" tabindex="0" aria-label={`Value of ${row.name}`}>

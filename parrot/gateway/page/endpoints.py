@@ -98,6 +98,7 @@ class Page:
             ),
             self._endpoint("POST", "sessions", self.begin_session, undo=self._end_new),
             self._endpoint("POST", "sessions/{session_id}/end", self.end_session, Wait.PUBLISHED),
+            self._endpoint("POST", "runs/{session_id}/delete", self.delete_run, Wait.PUBLISHED),
             self._endpoint(
                 "POST",
                 "sessions/{session_id}/cancel/{request_id}",
@@ -246,6 +247,13 @@ class Page:
     def end_session(self, visitor: Visitor, session_id: int) -> None:
         session = self._visible_session(visitor, session_id)
         self._core.delete_session(session.id, session.auth)
+
+    def delete_run(self, visitor: Visitor, session_id: int) -> None:
+        """Delete a finished run. Raises `NotFound`, also for a live session."""
+        run = self._history.find(session_id)
+        if run is None or visitor.tenant not in (None, run.tenant):
+            raise NotFound(f"there is no finished run {session_id}")
+        self._history.delete(session_id)
 
     def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:
         session = self._visible_session(visitor, session_id)

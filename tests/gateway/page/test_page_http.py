@@ -88,7 +88,8 @@ async def test_nothing_is_shown_to_whoever_shows_no_key() -> None:
         session = f"/ui/api/sessions/{scope['session_id']}"
         for path in ("/ui/api/me", "/ui/api/overview", session, f"{session}/vars/x"):
             assert (await site.send("GET", path))[0] == 401, path
-        for path in ("/ui/api/sessions", f"{session}/end", f"{session}/cancel/1"):
+        deletion = session.replace("sessions", "runs") + "/delete"
+        for path in ("/ui/api/sessions", f"{session}/end", f"{session}/cancel/1", deletion):
             assert (await site.send("POST", path, json={}))[0] == 401, path
         for key in ("", TOKEN, KEY + "0"):
             assert (await site.send("POST", "/ui/api/enter", json={"key": key}))[0] == 401
@@ -257,12 +258,23 @@ async def test_finished_runs_have_the_visitors_of_live_sessions() -> None:
                 == (error["error"]["message"])
             )
 
+        deletion = f"/ui/api/runs/{scope['session_id']}/delete"
+        assert (await site.send("POST", deletion, json={}))[0] == 404
         await enter(site, KEY)
         for path in (run, f"{run}/vars/{output}", f"{run}/vars/{given_id}", "overview"):
             async with watching(site, path) as watch:
                 await watch.next()
                 assert watch.rows
                 assert "secret" not in json.dumps(watch.rows)
+
+        await enter(site, "k1")
+        async with watching(site, run) as graph:
+            await graph.next()
+            await site.post(deletion, {})
+            await graph.next()
+            assert graph.events == ["changes", "error"]
+        assert (await site.send("GET", f"/ui/api/{run}"))[0] == 404
+        assert (await site.send("POST", deletion, json={}))[0] == 404
 
 
 async def test_the_page_runs_calls_in_a_session_of_its_visitor() -> None:
