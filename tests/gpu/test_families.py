@@ -27,15 +27,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": SIZES,
     "gemma3": SIZES,
     "gemma4": {},
+    "ernie4_5": {},
     "glm4": {},
     "gpt2": {"n_embd": 64, "n_head": 4},
     "gpt_neox": SIZES,
     "granite": SIZES,
+    "ministral": SIZES,
     "mistral": SIZES | {"sliding_window": 20},
     "olmo2": SIZES,
+    "olmo3": SIZES,
     "phi3": {"hidden_size": 96, "num_attention_heads": 4},  # Heads of 24 are padded to 32.
     "qwen2": SIZES | {"sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1},
+    "seed_oss": {},
     "smollm3": SIZES,
+    "starcoder2": SIZES,
     "stablelm": {"hidden_size": 128, "num_attention_heads": 4},
 }
 

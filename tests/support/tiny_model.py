@@ -81,6 +81,51 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     },
     "olmo2": _GATED
     | {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 0},
+    "olmo3": _GATED
+    | {
+        "architectures": ["Olmo3ForCausalLM"],
+        "model_type": "olmo3",
+        "rope_theta": 500000.0,
+        "num_hidden_layers": 4,
+        "sliding_window": 20,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        "pad_token_id": 0,
+    },
+    "ministral": _GATED
+    | {
+        "architectures": ["MinistralForCausalLM"],
+        "model_type": "ministral",
+        "head_dim": 8,
+        "sliding_window": 20,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "seed_oss": _GATED
+    | {
+        "architectures": ["SeedOssForCausalLM"],
+        "model_type": "seed_oss",
+        "head_dim": 16,
+        "attention_out_bias": True,
+    },
+    "ernie4_5": _GATED
+    | {
+        "architectures": ["Ernie4_5ForCausalLM"],
+        "model_type": "ernie4_5",
+        "head_dim": 16,
+        "use_bias": True,
+        "pad_token_id": 0,
+    },
+    "starcoder2": _COMMON
+    | {
+        "architectures": ["Starcoder2ForCausalLM"],
+        "model_type": "starcoder2",
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "sliding_window": 20,
+    },
     "glm4": _GATED
     | {
         "architectures": ["Glm4ForCausalLM"],

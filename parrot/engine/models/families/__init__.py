@@ -18,6 +18,7 @@ class Architecture(NamedTuple):
 ARCHITECTURES = {  # By the name in config.json.
     "Cohere2ForCausalLM": Architecture("cohere.cohere2", "Command R7B, Command A"),
     "CohereForCausalLM": Architecture("cohere.cohere", "Command R, Aya"),
+    "Ernie4_5ForCausalLM": Architecture("llama.ernie", "ERNIE 4.5 0.3B"),
     "GPT2LMHeadModel": Architecture("gpt.gpt2", "GPT-2"),
     "GPTNeoXForCausalLM": Architecture("gpt.gpt_neox", "GPT-NeoX, Pythia"),
     "Gemma2ForCausalLM": Architecture("gemma.gemma2", "Gemma 2"),
@@ -33,6 +34,7 @@ ARCHITECTURES = {  # By the name in config.json.
     "Glm4ForCausalLM": Architecture("glm.glm4", "GLM-4-0414"),
     "GraniteForCausalLM": Architecture("llama.granite", "Granite 3"),
     "LlamaForCausalLM": Architecture("llama.llama", "Llama 2 and 3, Vicuna, SmolLM2, many others"),
+    "MinistralForCausalLM": Architecture("llama.ministral", "Ministral 8B"),
     "Mistral3ForConditionalGeneration": Architecture(
         "llama.mistral3", "Mistral Small 3.1 and 3.2, without images"
     ),
@@ -41,10 +43,13 @@ ARCHITECTURES = {  # By the name in config.json.
     ),
     "OPTForCausalLM": Architecture("opt.opt", "OPT"),
     "Olmo2ForCausalLM": Architecture("olmo.olmo2", "OLMo 2"),
+    "Olmo3ForCausalLM": Architecture("olmo.olmo3", "OLMo 3"),
     "Phi3ForCausalLM": Architecture("phi.phi3", "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"),
     "Qwen2ForCausalLM": Architecture("llama.qwen2", "Qwen2, Qwen2.5, QwQ"),
     "Qwen3ForCausalLM": Architecture("llama.qwen3", "Qwen3 without experts"),
+    "SeedOssForCausalLM": Architecture("llama.seed_oss", "Seed-OSS 36B"),
     "SmolLM3ForCausalLM": Architecture("llama.smollm3", "SmolLM3"),
+    "Starcoder2ForCausalLM": Architecture("gpt.starcoder2", "StarCoder2"),
     "StableLmForCausalLM": Architecture("stablelm.stablelm", "StableLM 2, StableLM 3B"),
 }
 

@@ -201,6 +201,19 @@ def read_rope(
     return _longrope(rope, config, num_rotated) if kind == "longrope" else rope
 
 
+def ropes_by_window(config: HFConfig, local: float, whole: float) -> tuple[RopeSpec, RopeSpec]:
+    """The ropes of layers with a window, then of other layers; `local`, `whole`: default thetas.
+
+    Older configurations have the scaling of the other layers in `rope_scaling`."""
+    nested: dict[str, Any] = dict(config.get("rope_parameters") or {})
+    other = {**(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
+    own = {key: value for key, value in config.items() if key != "rope_theta"}
+    return (
+        read_rope(own, theta=local, parameters=nested.get("sliding_attention") or {}),
+        read_rope(config, theta=whole, parameters=other),
+    )
+
+
 def _yarn(rope: RopeSpec, config: HFConfig) -> RopeSpec:
     scaling = rope.scaling
     original = float(scaling.get("original_max_position_embeddings") or _max_positions(config))

@@ -7,6 +7,7 @@ from parrot.engine.models.families.common import (
     gated,
     heads,
     read_rope,
+    ropes_by_window,
     sliding_layers,
     text_part,
     with_windows,
@@ -57,7 +58,8 @@ def gemma3(config: HFConfig) -> DecoderSpec:
     """Layers with a window have a rope of their own."""
     interval = int(config.get("sliding_window_pattern", 6))
     slides = sliding_layers(config, lambda index: (index + 1) % interval != 0)
-    spec = _both_sides(_scaled(config, "hidden_activation", *_gemma3_ropes(config)), config)
+    ropes = ropes_by_window(config, float(config.get("rope_local_base_freq", 10000.0)), 1e6)
+    spec = _both_sides(_scaled(config, "hidden_activation", *ropes), config)
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
         rope = _LOCAL if slides[index] else _GLOBAL
@@ -129,18 +131,6 @@ def _gemma4_ropes(config: HFConfig, large: HFConfig) -> tuple[RopeSpec, RopeSpec
     scaling = {"share": share, "factor": float(whole.get("factor") or 1.0)}
     theta = float(whole.get("rope_theta") or 1e6)
     return read_rope(config, parameters=local), RopeSpec(theta, "proportional", scaling)
-
-
-def _gemma3_ropes(config: HFConfig) -> tuple[RopeSpec, RopeSpec]:
-    nested: dict[str, Any] = dict(config.get("rope_parameters") or {})
-    local = nested.get("sliding_attention") or {}
-    whole = {**(config.get("rope_scaling") or {}), **(nested.get("full_attention") or {})}
-    local_theta = float(config.get("rope_local_base_freq", 10000.0))
-    own = {key: value for key, value in config.items() if key != "rope_theta"}
-    return (
-        read_rope(own, theta=local_theta, parameters=local),
-        read_rope(config, theta=1e6, parameters=whole),
-    )
 
 
 def _both_sides(spec: DecoderSpec, config: HFConfig) -> DecoderSpec:

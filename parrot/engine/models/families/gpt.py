@@ -1,4 +1,4 @@
-"""GPT-2 and GPT-NeoX: LayerNorm, biases, and an MLP without a gate."""
+"""GPT-2, GPT-NeoX and StarCoder2: LayerNorm, biases, and an MLP without a gate."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,6 +11,7 @@ from parrot.engine.models.families.common import (
     read_rope,
     renamed,
     sizes,
+    with_windows,
 )
 from parrot.engine.models.spec import (
     DecoderSpec,
@@ -105,3 +106,20 @@ def gpt_neox(config: HFConfig) -> DecoderSpec:
         names=_NEOX_NAMES,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def starcoder2(config: HFConfig) -> DecoderSpec:
+    bias = bool(config.get("use_bias", True))
+    attention = replace(heads(config), qkv_bias=bias, o_bias=bias)
+    activation = activation_of(config, "hidden_act", "gelu_pytorch_tanh")
+    inner = bounded("intermediate_size", config["intermediate_size"])
+    mlp = MlpSpec(inner, activation, gated=False, bias=bias)
+    spec = DecoderSpec(
+        **sizes(config),
+        layers=equal_layers(config, LayerSpec(attention, mlp)),
+        norm=NormSpec("layer", float(config.get("norm_epsilon", 1e-5)), bias=True),
+        ropes=(read_rope(config),),
+        names=TensorNames(up="mlp.c_fc", down="mlp.c_proj"),
+        tie_embeddings=bool(config.get("tie_word_embeddings", True)),
+    )
+    return with_windows(spec, config.get("sliding_window"), [True] * spec.num_layers)

@@ -15,6 +15,8 @@ _MISTRAL_WINDOW = 4096  # The window of Mistral if the configuration has no key.
 _QWEN3_HEAD_DIM = 128  # Head size of Qwen3 if the configuration has none.
 _QWEN_FULL_LAYERS = 28  # First layer of Qwen with a window if the configuration has none.
 _SMOLLM3_THETA = 2e6
+_SEED_HEAD_DIM = 128
+_ERNIE_HEAD_DIM, _ERNIE_THETA = 128, 500000.0
 
 
 def llama(config: HFConfig) -> DecoderSpec:
@@ -31,6 +33,30 @@ def mistral(config: HFConfig) -> DecoderSpec:
     spec = gated(config)
     window = config.get("sliding_window", _MISTRAL_WINDOW)
     return with_windows(spec, window, [True] * spec.num_layers)
+
+
+def ministral(config: HFConfig) -> DecoderSpec:
+    spec = gated(config)
+    slides = sliding_layers(config, lambda index: True)
+    return with_windows(spec, config.get("sliding_window", _MISTRAL_WINDOW), slides)
+
+
+def seed_oss(config: HFConfig) -> DecoderSpec:
+    """`gated` with biases of q, k and v."""
+    spec = gated(config, head_dim=_SEED_HEAD_DIM).with_attention(
+        qkv_bias=bool(config.get("attention_bias", True)),
+        o_bias=bool(config.get("attention_out_bias", False)),
+    )
+    return spec.with_mlp(bias=bool(config.get("mlp_bias", False)))
+
+
+def ernie(config: HFConfig) -> DecoderSpec:
+    """`gated` with rotations of adjacent dimensions."""
+    config = {"head_dim": _ERNIE_HEAD_DIM, "rms_norm_eps": 1e-5, **config}
+    rope = read_rope(config, theta=_ERNIE_THETA, interleaved=True)
+    bias = bool(config.get("use_bias", False))
+    spec = gated(config, rope=rope, ties=True).with_attention(qkv_bias=bias, o_bias=bias)
+    return spec.with_mlp(bias=bias)
 
 
 def mistral3(config: HFConfig) -> DecoderSpec:
