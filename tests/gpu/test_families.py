@@ -32,7 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_head": 4},
     "gpt_neox": SIZES,
     "granite": SIZES,
-    "ministral": SIZES,
+    "ministral": SIZES | {"head_dim": 16},
     "mistral": SIZES | {"sliding_window": 20},
     "olmo2": SIZES,
     "olmo3": SIZES,
