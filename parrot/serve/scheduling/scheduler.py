@@ -241,7 +241,8 @@ class Scheduler:
         load, to_compute = choice.load, choice.to_compute
         if not self._order.limits_concurrency or not load.num_tasks:
             return False
-        if load.is_foreign:  # Estimated costs are too inexact to leave slots of a server empty.
+        if load.is_foreign and not (task.objective and task.objective.depth):
+            # Estimated costs are inexact: to hold single requests left slots of a server empty.
             return False
         if self._fairness is not None and self._fairness.is_underserved(task, load.id):
             return False

@@ -75,6 +75,7 @@ class Bench:
         prefix_len: int = 10,
         own_len: int = 1,
         tenant: str = "",
+        depth: int = 0,
     ) -> CompletionTask:
         """A task whose prompt has `prefix_len` tokens of the constant `text` and `own_len` own
         tokens."""
@@ -88,7 +89,7 @@ class Bench:
             fill=(),
             output=SemanticVariable(str(number), "v", session),
             sampling=SamplingConfig(max_gen_length=output),
-            objective=Objective(criteria, 0, path, group),
+            objective=Objective(criteria, depth, path, group),
         )
         tokens = TokenizedText("t", tuple(range(prefix_len)))
         segments = [

@@ -71,11 +71,13 @@ def test_only_the_order_by_remaining_work_delays_calls(policy: str) -> None:
     assert set(bench.order()) == set(tasks) - set(placed)
 
 
-def test_calls_for_a_foreign_server_are_not_delayed() -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_foreign_server_delays_only_calls_that_others_wait_for(depth: int) -> None:
     bench = Bench()
     bench.scheduler.engines.add(0, "m", 1000, 1_000_000, is_foreign=True)
-    bench.add(*[bench.task(session=i, prefix_len=4000, output=20) for i in range(40)])
-    assert len(bench.run()) == 40
+    tasks = [bench.task(session=i, prefix_len=4000, output=20, depth=depth) for i in range(40)]
+    bench.add(*tasks)
+    assert (len(bench.run()) < 40) is bool(depth)
 
 
 def test_a_call_that_adds_little_to_a_step_passes_delayed_calls() -> None:
