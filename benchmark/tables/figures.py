@@ -50,6 +50,18 @@ def agents() -> str:
     return _with_source(heads, rows, "agents_side_by_side_h200")
 
 
+def in_front() -> str:
+    """Each case through Parrot and directly."""
+    name = "in_front_of_vllm_h200"
+    heads = ["case", "TTFT p50, ms", "E2E p50, ms", "E2E p90, ms", "calls/s"]
+    keys = {"p50_ttft_ms": 1, "p50_e2el_ms": 0, "p90_e2el_ms": 0, "call_throughput": 1}
+    rows: list[list[Cell]] = []
+    for row in load(f"{name}.json")["cases"]:
+        pairs = [[f"{value:,.{places}f}" for value in row[key]] for key, places in keys.items()]
+        rows.append([row["case"], *(" / ".join(pair) for pair in pairs)])
+    return _with_source(heads, rows, name)
+
+
 def shared_prompts() -> str:
     found = load(f"{_SIDE_BY_SIDE}.json")
     sides = (("Parrot", "parrot_7b"), ("vLLM with cascade attention", "vllm_7b_cascade"))
