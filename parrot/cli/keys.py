@@ -27,6 +27,9 @@ def add(
     share_group: Annotated[
         str | None, typer.Option("--share-group", help="Tenants with the same group share caches.")
     ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Keep no finished runs of the tenant for the page.")
+    ] = False,
     limit: Annotated[
         list[str] | None,
         typer.Option(
@@ -41,6 +44,8 @@ def add(
 
     given = {"scopes": scope, "weight": weight, "share_group": share_group}
     fields: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if no_history:
+        fields["history"] = False
     try:
         key = add_key(file, {"id": tenant, **fields, "limits": _limits(limit or [])})
     except ConfigError as error:
@@ -62,12 +67,13 @@ def list_keys(file: FileOption) -> None:
         entries = read_keys(str(file))
     except ConfigError as error:
         fail(str(error))
-    table = Table("id", "scopes", "weight", "share group", "limits", box=None)
+    table = Table("id", "scopes", "weight", "share group", "history", "limits", box=None)
     for entry in entries:
         limits = entry.limits.model_dump(exclude_none=True).items()
         shown = ", ".join(f"{name}={number}" for name, number in limits)
         scopes, group = ", ".join(entry.scopes), entry.share_group or ""
-        table.add_row(entry.id, scopes, f"{entry.weight:g}", group, shown)
+        history = "on" if entry.history else "off"
+        table.add_row(entry.id, scopes, f"{entry.weight:g}", group, history, shown)
     OUT.print(table)
 
 

@@ -65,7 +65,11 @@ class History:
     def keep(self, session: Session, error: ParrotError) -> Iterator[int]:
         """Steps that keep the run of a session that ends now."""
         graph = session.graph
-        if self._core.is_closing or not graph.calls or not self._is_wanted(session.tenant):
+        if (
+            self._core.is_closing
+            or not graph.calls
+            or not self._core.tenants.keeps_runs(session.tenant)
+        ):
             return iter(())
         was_busy = graph.activation.num_started > 0 and any(
             task.is_started and task.reader_demand
@@ -81,7 +85,10 @@ class History:
         except Exception:
             logger.exception("run %s cannot be kept", session.id)
             return
-        if self._is_wanted(run.tenant) and run.size <= self._max_bytes // _TENANT_PART:
+        if (
+            self._core.tenants.keeps_runs(run.tenant)
+            and run.size <= self._max_bytes // _TENANT_PART
+        ):
             self.add(run)
 
     def add(self, run: FinishedRun) -> None:
@@ -105,7 +112,7 @@ class History:
     def keys_changed(self) -> None:
         """Delete the runs of tenants that have lost their key, or whose history is off now."""
         for run in list(self._runs.values()):
-            if not self._is_wanted(run.tenant):
+            if not self._core.tenants.keeps_runs(run.tenant):
                 self.delete(run.id)
 
     @property
@@ -131,9 +138,6 @@ class History:
         assert len(self) <= self._max_runs
         assert recounted.total() <= self._max_bytes
         assert max(recounted.values(), default=0) <= self._max_bytes // _TENANT_PART
-
-    def _is_wanted(self, tenant: str) -> bool:
-        return self._core.tenants.is_served(tenant)
 
     def _now(self) -> float:
         return self._epoch + self._core.clock.now()

@@ -81,6 +81,7 @@ class Tenant:
     share_group: str | None = None  # tenants with the same name share caches; None: no sharing
     scopes: frozenset[Scope] = frozenset({Scope.USER})
     limits: TenantLimits = field(default_factory=TenantLimits)
+    history: bool = True  # finished runs are kept
 
     def require(self, scope: Scope) -> None:
         """Raises `PermissionDenied`."""
@@ -125,9 +126,15 @@ class KeyEntry(ConfigModel):
         "so each may learn what the others sent. null: no sharing.",
     )
     limits: TenantLimits = Field(TenantLimits(), description="What the tenant may have.")
+    history: bool = Field(
+        True,
+        description="Keep finished runs of the tenant, with their prompts and values, for the "
+        "page. false: they are deleted, also those that were kept before.",
+    )
 
     def tenant(self) -> Tenant:
-        return Tenant(self.id, self.weight, self.share_group, frozenset(self.scopes), self.limits)
+        scopes = frozenset(self.scopes)
+        return Tenant(self.id, self.weight, self.share_group, scopes, self.limits, self.history)
 
 
 def read_keys(path: str) -> list[KeyEntry]:
@@ -273,6 +280,10 @@ class TenantTable:
         """Whether the tenant may have sessions now."""
         tenant = self.get(tenant_id) if not self.is_closed else self.find(tenant_id)
         return tenant is not None and Scope.USER in tenant.scopes
+
+    def keeps_runs(self, tenant_id: str) -> bool:
+        """Whether finished runs of the tenant may be kept."""
+        return self.is_served(tenant_id) and self.get(tenant_id).history
 
     def cache_salt(self, tenant_id: str) -> str:
         """The salt that separates the tenant's caches. Tenants of one share group have the same

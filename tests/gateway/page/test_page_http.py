@@ -1,9 +1,11 @@
 """The page over real HTTP: sign-in, visible data and permitted actions of visitors."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -275,6 +277,39 @@ async def test_finished_runs_have_the_visitors_of_live_sessions() -> None:
             assert graph.events == ["changes", "error"]
         assert (await site.send("GET", f"/ui/api/{run}"))[0] == 404
         assert (await site.send("POST", deletion, json={}))[0] == 404
+
+
+def write_keys(path: Path, **histories: bool) -> None:
+    """A keys file whose keys are `key ID`, by the histories of the tenants."""
+    keys = [
+        {"id": name, "sha256": hashlib.sha256(f"key {name}".encode()).hexdigest(), "history": on}
+        for name, on in histories.items()
+    ]
+    path.with_suffix(".new").write_text(json.dumps({"keys": keys}))
+    path.with_suffix(".new").rename(path)
+
+
+async def test_a_tenant_can_have_no_history(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    write_keys(path, a=True, b=False)
+    async with served(keys_file=str(path)) as site:
+
+        async def finish(tenant: str) -> str:
+            scope = await site.post("/v1/session", {"api_key": f"key {tenant}"})
+            await site.call(scope, "out")
+            url = f"/v1/session/{scope['session_id']}"
+            assert (await site.send("DELETE", url, params=scope))[0] == 200
+            return f"session:{scope['session_id']}"
+
+        await enter(site)
+        runs = {tenant: await finish(tenant) for tenant in ("a", "b")}
+        async with watching(site, "overview") as watch:
+            await watch.until(runs["a"], state="finished")
+            assert runs["b"] not in watch.rows
+            write_keys(path, a=False, b=True)
+            while runs["a"] in watch.rows:
+                await watch.next()
+            await watch.until(await finish("b"), state="finished")
 
 
 async def test_the_page_runs_calls_in_a_session_of_its_visitor() -> None:
