@@ -229,6 +229,7 @@ class _Target:
     prefix: str = "new"  # as in `Turn`
     shown: ShownPrompt | None = None  # the prompt of a conversation
     left: PrefixBreak | None = None  # where the prompt differs from the session's last one
+    marks: Mapping[str, SemanticVariable] | None = None  # variables by their marks in the messages
 
 
 class Turns:
@@ -299,14 +300,8 @@ class Turns:
         if chain.output is not None and len(request.samplings) > 1:
             text = f"`parrot.output` needs one answer, but `n` is {len(request.samplings)}"
             raise InvalidRequest(text, param="parrot.output")
-        tokenizer = self._core.fleet.tokenizer(request.model)
-        longest = None
-        if request.calls is not None and tokenizer is not None:
-            self._require_calls(request.model, tokenizer)
-            longest = self._longest(request.model)
         marked = mark_placeholders(request.prompt, list(chain.inputs))
-        request = self._with_extra(request, tokenizer)
-        rendered = rendered_turn(request, marked.prompt, tokenizer, longest)
+        rendered = self._rendered(replace(request, prompt=marked.prompt))
         session = self._session_of(request, chain)
         self._core.tasks.require_room(session.tenant)
         inputs = {
@@ -320,7 +315,12 @@ class Turns:
         usage = _usage_of(fill, 0 if output else len(request.samplings), request.prediction)
         is_own = self._sessions.is_live(session.id)
         is_kept = not is_own or output is not None or chain.is_deferred
-        return rendered, _Target(session, fill, usage, output, is_kept, prefix="chained")
+        marks = None
+        if rendered.conversation is not None:
+            marks = {mark: inputs[name] for mark, name in marked.names.items()}
+        return rendered, _Target(
+            session, fill, usage, output, is_kept, prefix="chained", marks=marks
+        )
 
     def _submit(self, request: TurnRequest, rendered: Rendered, target: "_Target") -> Turn:
         """Add the completions to the graph of the target's session."""
@@ -346,6 +346,7 @@ class Turns:
             output=target.output,
             allows_background=chain is not None and chain.is_deferred,
             conversation=rendered.conversation,
+            conversation_inputs=target.marks,
         )
         request_id, completions = session.apply(AddPrompt(prompt, target.usage, target.is_kept))
         if self._compares and target.shown is not None:
@@ -457,9 +458,7 @@ class Turns:
 
     def _takes_extra(self, request: TurnRequest) -> bool:
         """Whether all engines of the model forward the request's prompt and further fields."""
-        is_forwarded = isinstance(request.prompt, str) or (
-            request.chain is None and self._takes_messages(request.model)
-        )
+        is_forwarded = isinstance(request.prompt, str) or self._takes_messages(request.model)
         return is_forwarded and self._are_foreign(request.model)
 
     def _are_foreign(self, model: str) -> bool:

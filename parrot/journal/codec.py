@@ -163,10 +163,16 @@ def _stats_fields(stats: RunStats) -> Payload:
 
 
 def _prompt_fields(prompt: Prompt) -> Payload:
-    """All fields except the conversation, which may contain megabytes of images. Only a client that
-    is connected waits for its answer, so the call does not run again after a restart."""
-    previous = prompt.previous
+    """All fields except the conversation of a request without `conversation_inputs`, which may
+    contain megabytes of images. Only a client that is connected waits for the answer, so the call
+    does not run again after a restart."""
+    previous, inputs = prompt.previous, prompt.conversation_inputs
+    kept: Payload = {}
+    if inputs is not None:
+        marks = {mark: variable.id for mark, variable in inputs.items()}
+        kept = {"conversation": prompt.conversation, "marks": marks}
     return {
+        **kept,
         "fill": [_piece_fields(piece) for piece in prompt.fill],
         "samplings": [s.model_dump(mode="json", exclude_unset=True) for s in prompt.samplings],
         "options": _options_fields(prompt.options),
@@ -236,6 +242,10 @@ def _prompt(graph: SessionGraph, fields: Payload) -> Prompt:
         previous=None if previous is None else graph.completion(*previous),
         output=None if fields["output"] is None else graph.variable(fields["output"]),
         allows_background=fields["is_held"],
+        conversation=fields.get("conversation"),
+        conversation_inputs={
+            mark: graph.variable(var_id) for mark, var_id in fields.get("marks", {}).items()
+        },
     )
 
 

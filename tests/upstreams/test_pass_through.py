@@ -450,3 +450,42 @@ async def test_a_semantic_call_may_have_fields_of_the_server(front: Front) -> No
     async with front.http.get(url, headers=headers) as response:
         assert (await response.json())["content"] == "one two "
     assert front.sent["min_tokens"] == 2
+
+
+async def test_messages_may_have_outputs_of_other_requests(front: Front) -> None:
+    names = {"prompt_cache_key": "news"}
+    system = {"role": "system", "content": "Be brief."}
+    messages = [system, {"role": "user", "content": "Say it."}]
+    part = await front.post(CHAT, names | {"messages": messages, "parrot": {"defer": True}})
+    inputs = {"part": part["parrot"]["outputs"][0]}
+    ending = [{"role": "user", "content": [IMAGE]}, {"role": "user", "content": "Why {{part}}?"}]
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    body = {"messages": [system, *ending], "parrot": {"inputs": inputs}, "tools": [tool]}
+    answer = await front.post(CHAT, names | body | {"min_tokens": 1})
+    assert answer["choices"][0]["message"]["content"] == "one two three"
+    first, second = front.fake.bodies
+    assert first["messages"] == messages
+    assert second["messages"] == [
+        system,
+        ending[0],
+        {"role": "user", "content": "Why one two three?"},
+    ]
+    assert (second["tools"], second["min_tokens"]) == ([tool], 1)
+
+
+async def test_a_deferred_chat_is_still_messages_after_a_restart(tmp_path: Path) -> None:
+    names, file = {"prompt_cache_key": "news"}, tmp_path / "journal.db"
+    said = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it."}
+    async with front_of(FakeOpenAI(owned_by="vllm"), journal_file=file) as front:
+        first = await front.post(CHAT, names | {"messages": said, "parrot": {"defer": True}})
+        inputs = {"part": first["parrot"]["outputs"][0]}
+        ending = [{"role": "user", "content": "Why {{part}}?"}]
+        body = {"messages": ending, "parrot": {"inputs": inputs, "defer": True}}
+        second = await front.post(CHAT, names | body)
+        assert front.fake.bodies == []
+    async with front_of(FakeOpenAI(owned_by="vllm"), journal_file=file) as front:
+        inputs = {"part": second["parrot"]["outputs"][0]}
+        await front.post(CHAT, names | {"messages": ending, "parrot": {"inputs": inputs}})
+        asked = [body["messages"] for body in front.fake.bodies]
+        assert asked[0] == list(said)
+        assert asked[1:] == [[{"role": "user", "content": "Why one two three?"}]] * 2

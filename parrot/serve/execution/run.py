@@ -35,7 +35,7 @@ from parrot.serve.execution.fleet import Engine
 from parrot.serve.graph.nodes import Completion, Objective, RunStats, TokenizedText
 from parrot.serve.graph.objective import strictest_objective
 from parrot.serve.prompts.encode import Ids, ModelTokenizer, Units
-from parrot.serve.prompts.messages import chat_messages
+from parrot.serve.prompts.messages import chat_messages, with_values
 from parrot.serve.prompts.segments import extend_key, output_segment
 from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
@@ -87,7 +87,10 @@ class Attempt:
         self.tokenizer = self.engine.tokenizer
         task = self.task
         self.sampling, self.conversation = task.completion.sampling, task.conversation
-        if self.tokenizer is None and task.completion.options.chat and self._takes_messages:
+        if self.conversation is not None and task.completion.conversation_inputs:
+            inputs = task.completion.conversation_inputs
+            self.conversation = with_values(self.conversation, inputs)
+        elif self.tokenizer is None and task.completion.options.chat and self._takes_messages:
             self.conversation = {"messages": chat_messages(task.segments)}
 
     @property

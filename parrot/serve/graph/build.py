@@ -49,6 +49,7 @@ class Prompt:
     # The call may run without a reader, except if the session runs calls on demand.
     allows_background: bool = False
     conversation: dict[str, Any] | None = None  # See `GenerateRequest`.
+    conversation_inputs: Mapping[str, SemanticVariable] | None = None  # See `Completion`.
 
 
 def index_parameters(parameters: Sequence[CallParameter]) -> dict[str, CallParameter]:

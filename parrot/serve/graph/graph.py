@@ -273,6 +273,7 @@ class SessionGraph:
                 previous=prompt.previous,
                 allows_background=prompt.allows_background and not self._on_demand,
                 conversation=prompt.conversation,
+                conversation_inputs=prompt.conversation_inputs,
             )
             for i, sampling in enumerate(prompt.samplings)
         ]

@@ -15,7 +15,7 @@ The prompt of completion 1 is the prompt of completion 0, then y, then its own f
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -443,6 +443,8 @@ class Completion(Node):
     is_racing: bool = False
     stats: RunStats = field(default_factory=RunStats)
     conversation: dict[str, Any] | None = None  # Messages for a server that renders the prompt.
+    # The inputs whose values replace marks in the messages, by mark.
+    conversation_inputs: Mapping[str, SemanticVariable] | None = None
 
     def __post_init__(self) -> None:
         before = [] if self.previous is None else [self.previous.output]

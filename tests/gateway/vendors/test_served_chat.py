@@ -270,12 +270,6 @@ async def test_it_can_be_turned_off() -> None:
         assert (status, answer["error"]["code"]) == (400, "unsupported_field")
 
 
-async def test_variables_and_tools_exclude_each_other(site: Site) -> None:
-    body = {"messages": ASKED, "prompt_cache_key": "p", "parrot": {"defer": True}}
-    status, answer = await site.send(CHAT, body | {"tools": [TOOL]})
-    assert (status, answer["error"]["code"]) == (400, "unsupported_field")
-
-
 async def test_an_answer_that_was_begun_is_not_continued_elsewhere() -> None:
     """The other server would begin a new one."""
     record = Capabilities(features=frozenset({"messages", "max_gen_length"}))
