@@ -100,8 +100,8 @@ class Soak:
             "POST", "/v1/semantic_graph", body=scope | {"calls": calls, "variables": []}
         )
         session, watched = scope["session_id"], answer["variables"]["s0"]
-        await graph.goto(f"{self.url}/ui/#/session/{session}")
-        await value.goto(f"{self.url}/ui/#/session/{session}/{watched}")
+        await graph.goto(f"{self.url}/ui/#/run/{session}")
+        await value.goto(f"{self.url}/ui/#/run/{session}/{watched}")
         joined = asyncio.create_task(self._read(answer["variables"]["joined"], scope))
         await value.locator("pre.value", has_text=" ").wait_for(timeout=1e3 * _PATIENCE_S)
         self.num_cut += self.breaks.cut()
@@ -112,11 +112,11 @@ class Soak:
         await _wait(graph, "s => document.querySelectorAll('.node.done').length == s", 2)
         await _wait(value, "s => document.querySelector('pre.value')?.textContent == s", text)
         done = f"{WIDTH + 1} of {WIDTH + 1}"
-        row = service.locator("tr", has=service.locator(f"a[href='#/session/{session}']"))
+        row = service.locator("tr", has=service.locator(f"a[href='#/run/{session}']"))
         await row.filter(has_text=done).wait_for(timeout=1e3 * _PATIENCE_S)
         self.longest_s = max(self.longest_s, time.monotonic() - ended)
         await self.http.request("DELETE", f"/v1/session/{session}", bearer=scope["session_auth"])
-        await row.wait_for(state="detached", timeout=1e3 * _PATIENCE_S)
+        await row.filter(has_text="finished").wait_for(timeout=1e3 * _PATIENCE_S)
         self.num_rounds += 1
 
     async def _read(self, var_id: str, scope: dict[str, Any]) -> str:
@@ -128,9 +128,12 @@ class Soak:
 
     async def _drain(self, service: Page) -> None:
         """Drain the first engine, or resume it."""
-        wanted, state = ("Resume", "serving") if self.num_rounds % 2 else ("Drain", "drain")
+        is_resumed = self.num_rounds % 2 == 1
+        wanted, state = ("Resume", "serving") if is_resumed else ("Drain\u2026", "drain")
         row = service.locator("[aria-label=Engines] tbody tr").first
         await service.get_by_role("button", name=wanted).first.click()
+        if not is_resumed:  # The page asks first.
+            await service.get_by_role("button", name="Drain", exact=True).click()
         await row.locator(".state", has_text=state).wait_for(timeout=1e3 * _PATIENCE_S)
 
     async def memory(self) -> dict[str, float]:

@@ -39,6 +39,7 @@ class History:
         self._timers = TimerQueue(core.clock)
         self._expiry: Timer | None = None
         self._runs: dict[int, FinishedRun] = {}  # the first to end first
+        self._groups: dict[tuple[str, str], dict[int, None]] = {}  # ids, in the same order
         self._bytes: Counter[str] = Counter()  # by tenant
         self._log: CommandLog | None = None
         if self._max_runs:
@@ -103,6 +104,10 @@ class History:
         run = self._runs.pop(run_id, None)
         if run is None:
             return
+        group = self._groups[_group(run)]
+        del group[run_id]
+        if not group:
+            del self._groups[_group(run)]
         self._bytes[run.tenant] -= run.size
         if not self._bytes[run.tenant]:
             del self._bytes[run.tenant]
@@ -130,11 +135,13 @@ class History:
         await self._timers.close()
 
     def check_integrity(self) -> None:
-        """Recount the bytes. For tests."""
+        """Recount the bytes and groups. For tests."""
         recounted: Counter[str] = Counter()
         for run in self:
             recounted[run.tenant] += run.size
         assert recounted == self._bytes, (recounted, self._bytes)
+        grouped = [(_group(self._runs[run_id]), run_id) for run_id in self._runs]
+        assert sorted(grouped) == sorted((key, n) for key, ids in self._groups.items() for n in ids)
         assert len(self) <= self._max_runs
         assert recounted.total() <= self._max_bytes
         assert max(recounted.values(), default=0) <= self._max_bytes // _TENANT_PART
@@ -145,15 +152,14 @@ class History:
     def _insert(self, run: FinishedRun) -> None:
         self.delete(run.id)
         self._runs[run.id] = run
+        self._groups.setdefault(_group(run), {})[run.id] = None
         self._bytes[run.tenant] += run.size
 
     def _make_room(self) -> None:
         """Apply all limits, and wait for the next run to become too old."""
         oldest_end = self._now() - self._max_age
-        for run in list(self._runs.values()):
-            if run.ended_at > oldest_end:
-                break
-            self.delete(run.id)
+        while (first := next(iter(self), None)) is not None and first.ended_at <= oldest_end:
+            self.delete(first.id)
         while self._bytes:
             tenant, size = self._bytes.most_common(1)[0]
             has_room = self._bytes.total() <= self._max_bytes
@@ -161,13 +167,12 @@ class History:
                 break
             self.delete(next(run.id for run in self if run.tenant == tenant))
         while len(self._runs) > self._max_runs:
-            counts = Counter(map(_group, self))
-            most = counts.most_common(1)[0][0]
-            self.delete(next(run.id for run in self if _group(run) == most))
+            largest = max(self._groups, key=lambda group: len(self._groups[group]))
+            self.delete(next(iter(self._groups[largest])))
         self._set_expiry()
 
     def _set_expiry(self) -> None:
-        first = next(iter(self._runs.values()), None)
+        first = next(iter(self), None)
         if first is not None and self._expiry is None:
             when = first.ended_at + self._max_age + _LATE_S - self._epoch
             self._expiry = self._timers.call_at(when, self._expire)
