@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from parrot.protocol.public import (
     CompletionInfo,
@@ -98,23 +98,28 @@ def _function_costs(tasks: Iterable[Task], prices: PriceTable | None) -> Steps[l
 
 
 def session_counts(session: Session) -> SessionCounts:
+    return SessionCounts(**count_fields(session))
+
+
+def count_fields(session: Session) -> dict[str, Any]:
+    """All fields of `SessionCounts`, as JSON values."""
     tasks = [task for call in session.graph.calls.values() for task in call.tasks]
     states = Counter(task.state for task in tasks)
     stats = [task.stats for task in tasks if isinstance(task, Completion)]
     left = {task.request_id for task in tasks if task.options.remark}
-    return SessionCounts(
-        turns=len(session.graph.calls),
-        calls=len(tasks),
-        done=states[CompletionState.DONE],
-        failed=states[CompletionState.FAILED],
-        cancelled=states[CompletionState.CANCELLED],
-        running=states[CompletionState.QUEUED] + states[CompletionState.RUNNING],
-        models=sorted({s.model for s in stats if s.model is not None}),
-        prompt_tokens=sum(s.cached_tokens + s.computed_tokens for s in stats),
-        cached_tokens=sum(s.cached_tokens for s in stats),
-        output_tokens=sum(s.output_tokens for s in stats),
-        prefix_breaks=len(left),
-    )
+    return {
+        "turns": len(session.graph.calls),
+        "calls": len(tasks),
+        "done": states[CompletionState.DONE],
+        "failed": states[CompletionState.FAILED],
+        "cancelled": states[CompletionState.CANCELLED],
+        "running": states[CompletionState.QUEUED] + states[CompletionState.RUNNING],
+        "models": sorted({s.model for s in stats if s.model is not None}),
+        "prompt_tokens": sum(s.cached_tokens + s.computed_tokens for s in stats),
+        "cached_tokens": sum(s.cached_tokens for s in stats),
+        "output_tokens": sum(s.output_tokens for s in stats),
+        "prefix_breaks": len(left),
+    }
 
 
 def session_summary(session: Session, now: float, expires_in_s: float) -> SessionSummary:
@@ -182,11 +187,16 @@ def variable_view(variable: SemanticVariable) -> VarInfo:
 
 def task_view(task: Task, began: float) -> CompletionInfo:
     """A task's row. A native call with several outputs has one row, with its first output."""
+    return CompletionInfo(**task_fields(task, began))
+
+
+def task_fields(task: Task, began: float) -> dict[str, Any]:
+    """All fields of a `CompletionInfo`, as JSON values. The web page builds many of them."""
     is_semantic = isinstance(task, Completion)
     stats = task.stats if isinstance(task, Completion) else _NO_RUN
     output = task.outputs[0]
     objective = task.objective
-    return CompletionInfo(
+    return dict(
         kind="semantic" if is_semantic else "native",
         request_id=task.request_id,
         func_name=task.func_name,

@@ -38,7 +38,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.serve.scheduling.task import Decision
 from parrot.serve.sessions import Session
-from parrot.serve.views import engine_view, session_counts, task_view
+from parrot.serve.views import count_fields, engine_view, task_fields
 from parrot.utils.clock import Clock
 
 _MAX_CONTEXTS = 512  # The largest contexts are shown, with their ancestors.
@@ -336,13 +336,13 @@ def head_row(session: Session, epoch: float) -> Row:
 
 def count_row(session: Session) -> Row:
     """The session's sums. A call that failed because another one was cancelled is cancelled."""
-    counts = session_counts(session)
-    if counts.failed:
+    counts = count_fields(session)
+    if counts["failed"]:
         tasks = chain.from_iterable(call.tasks for call in session.graph.calls.values())
         stopped = sum(task.state is CompletionState.FAILED and was_stopped(task) for task in tasks)
-        counts.failed -= stopped
-        counts.cancelled += stopped
-    return counts.model_dump()
+        counts["failed"] -= stopped
+        counts["cancelled"] += stopped
+    return counts
 
 
 def last_tasks(session: Session) -> list[Task]:
@@ -364,7 +364,7 @@ def was_stopped(task: Task) -> bool:
 
 def call_row(task: Task, began: float) -> Row:
     """The row of a call. Its times are seconds since `began`."""
-    row = task_view(task, began).model_dump(mode="json")
+    row = task_fields(task, began)
     if task.state is CompletionState.FAILED and was_stopped(task):
         row["state"] = CompletionState.CANCELLED.value
     row["inputs"] = [variable.id for variable in task.inputs]

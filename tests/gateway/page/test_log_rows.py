@@ -4,6 +4,7 @@ from parrot.gateway.page.rows import PageRows
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.errors import EngineFailed
 from parrot.serve.tenants.table import id_of_key
+from parrot.serve.views import count_fields, session_counts, task_fields, task_view
 from tests.serve.execution.test_result_cache import World
 from tests.support.fake_engine import Script
 
@@ -81,4 +82,20 @@ async def test_the_last_calls_and_variables_of_a_large_session_are_shown() -> No
     names = [row["name"] for key, row in rows.items() if key.startswith("var:")]
     assert len(names) == 4096
     assert names[-1] == "x3499"
+    await world.core.close()
+
+
+async def test_the_fields_of_rows_are_those_of_the_api() -> None:
+    world = World()
+    await world.join("e0")
+    program = world.program()
+    read = program.read(program.call("one"))
+    await world.settle()
+    await read
+    session = world.core.sessions.find(program.scope["session_id"])
+    assert session is not None
+    (call,) = session.graph.calls.values()
+    (task,) = call.tasks
+    assert task_fields(task, 0.0) == task_view(task, 0.0).model_dump(mode="json")
+    assert count_fields(session) == session_counts(session).model_dump(mode="json")
     await world.core.close()
