@@ -47,6 +47,8 @@ def _q_interrupts() -> Iterator[None]:
     if not sys.stdin.isatty():
         yield
         return
+    # A shell starts background commands with SIGINT ignored, and q would have no effect.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
