@@ -104,6 +104,11 @@ def state_of(run: Row) -> str:
     return str(state) if state != "active" else "running" if run.get("running") else "waiting"
 
 
+def name_of(run: Row) -> str:
+    """The application of a run, or its first functions."""
+    return ", ".join(run.get("apps") or run.get("functions") or [])
+
+
 class PageFeed:
     """The web page's views of one ServeCore for one visitor."""
 

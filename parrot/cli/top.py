@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from parrot.cli.console import OUT, fail
-from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, state_of
+from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, name_of, state_of
 from parrot.utils.config import ConfigError
 
 _FRAME_LINES = 12  # Lines of the screen that are not sessions.
@@ -118,7 +118,7 @@ def _session_table(sessions: Iterable[Row]) -> Table:
         failed = row.get("failed", 0)
         table.add_row(
             _text(row.get("id")),
-            _text(", ".join(row.get("apps") or [])),
+            _text(name_of(row)),
             state_of(row),
             time.strftime("%H:%M:%S", time.localtime(row.get("created_at", 0.0))),
             str(row.get("done", 0)),

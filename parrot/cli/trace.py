@@ -19,7 +19,7 @@ from rich.table import Table
 from parrot.cli.calls import calls_table
 from parrot.cli.console import OUT, fail
 from parrot.cli.graph_picture import draw_session
-from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, state_of
+from parrot.cli.page_feed import PageFeed, RequestFailed, Row, Rows, name_of, state_of
 from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
 from parrot.protocol.trace import CallLine, NativeLine
 from parrot.simulation.trace import TracedSession, load_trace
@@ -282,7 +282,7 @@ def _list(sessions: Iterable[_Listed], file: Path | None = None) -> None:
             table.add_row(name, f"{began:.1f} s", str(calls))
             continue
         when = time.strftime("%H:%M:%S", time.localtime(began))
-        table.add_row(name, escape(", ".join(row["apps"])), state_of(row), when, str(calls))
+        table.add_row(name, escape(name_of(row)), state_of(row), when, str(calls))
     if not newest:
         OUT.print(f"there is no session{'' if file else _MORE}")
         return

@@ -30,6 +30,10 @@ export function Age({ since }) {
 
 export const State = ({ state }) => <span class={`state ${state}`}>{state}</span>;
 
+/** The application, or the first functions, or the id. */
+export const nameOf = (run) =>
+  [run.apps, run.functions ?? []].map((names) => names.join(", ")).find((name) => name) ?? `Run ${run.id}`;
+
 /** The state of a run in one word. A live run without a running call waits for its program. */
 export const runState = (run) => (run.state !== "active" ? run.state : run.running > 0 ? "running" : "waiting");
 

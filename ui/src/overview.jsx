@@ -1,7 +1,7 @@
 // The service at a glance: engines, and sessions with their work.
 import { post, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { Age, Notice, State, count, runState, seconds, share } from "./format.jsx";
+import { Age, Notice, State, count, nameOf, runState, seconds, share } from "./format.jsx";
 
 const rowsOf = (rows, kind) =>
   [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([, row]) => row);
@@ -189,7 +189,7 @@ function Runs({ runs, isReady }) {
 }
 
 function RunRow({ run }) {
-  const name = run.apps.join(", ") || String(run.id);
+  const name = nameOf(run);
   const isLive = run.state === "active";
   return (
     <tr>

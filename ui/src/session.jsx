@@ -2,7 +2,7 @@
 import { useMemo, useState } from "preact/hooks";
 import { post, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { Age, Notice, State, count, seconds } from "./format.jsx";
+import { Age, Notice, State, count, nameOf, seconds } from "./format.jsx";
 import { criticalPath, layOut, readGraph, why } from "./graph.js";
 import { Timeline } from "./timeline.jsx";
 import { Variable } from "./variable.jsx";
@@ -23,7 +23,7 @@ export function SessionView({ id, shown }) {
       <Notice feed={feed} />
       {session && (
         <h1>
-          {session.apps.join(", ") || `Run ${session.id}`}{" "}
+          {nameOf({ functions: firstFunctions(graph), ...session })}{" "}
           {session.state !== "active" && <State state={session.state} />}{" "}
           <small>
             tenant {session.tenant}, {graph.calls.size} calls, began <Age since={session.created_at} /> ago
@@ -66,6 +66,8 @@ export function SessionView({ id, shown }) {
     </>
   );
 }
+
+const firstFunctions = (graph) => [...new Set([...graph.calls.values()].map((call) => call.func_name))].slice(0, 3);
 
 const COLOURS = ["running", "queued", "waiting", "failed", "cancelled", "idle", "done"];
 

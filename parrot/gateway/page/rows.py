@@ -48,6 +48,7 @@ _MAX_CAUSES = 16  # Errors of one causal chain that are shown.
 _MAX_EVENTS = 256  # Events that the log keeps.
 _MAX_EVENT_CHARS = 400  # Characters of one event's text.
 _MAX_CALLS, _MAX_VARIABLES = 1024, 4096  # The last ones of a session are shown.
+_MAX_NAMED_CALLS, _MAX_NAMES = 64, 3  # A session without an application has these functions' names.
 Row = dict[str, Any]
 HasView = Callable[[int], bool]
 """Whether a session with this id is live or kept."""
@@ -335,8 +336,12 @@ def head_row(session: Session, epoch: float) -> Row:
 
 
 def count_row(session: Session) -> Row:
-    """The session's sums. A call that failed because another one was cancelled is cancelled."""
+    """The session's sums, and the names of its first functions. A call that failed because another
+    one was cancelled is cancelled."""
     counts = count_fields(session)
+    first = chain.from_iterable(call.tasks for call in session.graph.calls.values())
+    names = dict.fromkeys(task.func_name for task in islice(first, _MAX_NAMED_CALLS))
+    counts["functions"] = list(islice(filter(None, names), _MAX_NAMES))
     if counts["failed"]:
         tasks = chain.from_iterable(call.tasks for call in session.graph.calls.values())
         stopped = sum(task.state is CompletionState.FAILED and was_stopped(task) for task in tasks)

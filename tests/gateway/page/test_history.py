@@ -60,6 +60,7 @@ async def test_a_finished_run_has_the_rows_of_a_live_session(world: Kept) -> Non
     assert run.row["ended_at"] >= run.row["created_at"]
     assert (run.row["calls"], run.row["done"], run.row["failed"]) == (3, 2, 0)
     assert run.row["cancelled"] == 0
+    assert run.row["functions"] == ["ask", "join", "unread"]
     rows = run.view()
     assert {rows[f"call:{var}"]["state"] for var in (first, second)} == {"done"}
     assert rows[f"call:{second}"]["inputs"][-1] == first
