@@ -518,9 +518,17 @@ class IsolatingRunner:
     def _run_one_by_one(self, plan: StepPlan) -> StepResult:
         """Run each sequence as a step of its own, without drafts, which may be the cause."""
         outcome = StepResult({}, {}, {})
-        copies = plan.copies  # Copying again is harmless: no step has written to the sources.
         block_size = self._runner.info.block_size
+        # The failed step may have written to these blocks. A copy from one of them would now have
+        # another content, and it is unknown whether the step has made it: its target is lost.
+        written = {b for s in plan.sequences for b in s.block_ids[s.start // block_size :]}
+        copies = tuple(copy for copy in plan.copies if copy.source not in written)
+        lost = {copy.target for copy in plan.copies if copy.source in written}
         for sequence in plan.sequences:
+            if not lost.isdisjoint(sequence.block_ids):
+                failed = EngineFailed("the engine could not run a step with this request")
+                outcome.broken[sequence.context_id] = failed
+                continue
             sequence = without_drafts(sequence, block_size)
             try:
                 result = self._runner.run(StepPlan((sequence,), copies))

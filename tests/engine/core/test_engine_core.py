@@ -367,6 +367,25 @@ def test_a_crash_fails_only_the_sequence_that_causes_it():
     assert again.text == "l"
 
 
+def test_a_step_that_failed_after_a_write_to_a_copied_block_reads_no_foreign_kv():
+    """A fork copies the shared block, and the other fork, then its only holder, writes to it."""
+    engine = Harness(faults={"crash_token": CRASH})
+    engine.fill(piece(1, "abc"))
+    engine.run()
+    fork = engine.fill(piece(2, "d", parent=1, length=3))
+    other = engine.fill(piece(3, "xyz", parent=1, length=1))
+    bad = engine.fill(piece(4, "!"))
+    engine.free(1)
+    engine.run()
+    assert isinstance(bad.error, EngineFailed)
+    assert isinstance(fork.error, EngineFailed)
+    assert other.error is None
+    answers = [engine.generate(piece(number), length=1) for number in (2, 3)]
+    engine.run()
+    assert [answer.text for answer in answers] == ["e", "a"]
+    assert not engine.runner.violations
+
+
 def test_a_request_with_two_failing_contexts_fails_once():
     engine = Harness(faults={"crash_token": CRASH})
     answer = engine.fill(piece(1, "a!"), piece(2, "b!"), piece(3, "c"))
