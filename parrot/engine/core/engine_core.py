@@ -227,11 +227,11 @@ class EngineCore:
         launched, because `IsolatingRunner.run` finds the faulty job."""
         written: set[int] = set()
         keys: set[bytes] = set()
+        size = self._tree.block_size
         for step in steps:
+            written |= step.plan.written_blocks(size)
             for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
-                first = sequence.start // self._tree.block_size
-                written.update(sequence.block_ids[first:])
-                keys.update(job.context.keys[first:])
+                keys.update(job.context.keys[sequence.start // size :])
                 job.awaits_token = False
                 if job.reading is not None:
                     job.reading.reset_in_flight()
@@ -521,7 +521,7 @@ class IsolatingRunner:
         block_size = self._runner.info.block_size
         # The failed step may have written to these blocks. A copy from one of them would now have
         # another content, and it is unknown whether the step has made it: its target is lost.
-        written = {b for s in plan.sequences for b in s.block_ids[s.start // block_size :]}
+        written = plan.written_blocks(block_size)
         copies = tuple(copy for copy in plan.copies if copy.source not in written)
         lost = {copy.target for copy in plan.copies if copy.source in written}
         for sequence in plan.sequences:

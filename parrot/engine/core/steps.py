@@ -194,6 +194,10 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.sequences)
 
+    def written_blocks(self, block_size: int) -> set[int]:
+        """The blocks to which the sequences write KV. Targets of copies are not included."""
+        return {block for s in self.sequences for block in s.block_ids[s.start // block_size :]}
+
 
 class TokenScores(NamedTuple):
     """A row of `Logprobs`: the sampled token, the most likely tokens, and their values."""

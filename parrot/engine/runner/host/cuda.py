@@ -148,9 +148,7 @@ class CudaCopies:
     def guard(self, plan: StepPlan) -> Sequence[int]:
         if not self._out.flights:
             return ()
-        written = {copy.target for copy in plan.copies}
-        for sequence in plan.sequences:
-            written.update(sequence.block_ids[sequence.start // self._block_size :])
+        written = {copy.target for copy in plan.copies} | plan.written_blocks(self._block_size)
         readers = self._readers(written)
         for flight in readers:
             self._steps.wait_event(flight.read)
