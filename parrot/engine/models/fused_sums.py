@@ -126,13 +126,13 @@ class SummingDecoder:
             if index == last and sample_rows is not None:
                 attended = attended.index_select(0, sample_rows)
                 residual = residual.index_select(0, sample_rows)
-            output = _product(layer.out, attended)
+            output = layer.out.summed(attended)
             normed = _sum(output, residual, layer.attn_out_norm, layer.scale, layer.mlp_norm)
             hidden = _gated(layer, normed)
             next_norm = _rms(self._model.norm)
             if index < last:
                 next_norm = self._layers[index + 1].attn_norm
-            output = _product(layer.down, hidden)
+            output = layer.down.summed(hidden)
             normed = _sum(output, residual, layer.mlp_out_norm, layer.scale, next_norm)
         return normed
 
@@ -166,10 +166,6 @@ def _gated(layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         return layer.gate_up.gated(x)
     both = layer.gate_up(x)
     return silu_mul(both, both.new_empty(len(both), both.shape[1] // 2), gelu=True)
-
-
-def _product(weight: Weight, x: torch.Tensor) -> torch.Tensor:
-    return weight(x) if weight.ranks is None else weight.ranks.all_reduce(weight(x))
 
 
 def _normed(x: torch.Tensor, norm: RMSNorm | None) -> torch.Tensor:

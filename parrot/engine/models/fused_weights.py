@@ -43,6 +43,10 @@ class Weight:
             return few_rows_linear(x, self.weight, out, bias=self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def summed(self, x: torch.Tensor) -> torch.Tensor:
+        """The product, summed over the ranks."""
+        return self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
+
     def gated(self, x: Normed) -> torch.Tensor:
         """silu(gate) * up, for a weight [gate | up]."""
         out = _rows(x).new_empty(len(_rows(x)), len(self.weight) // 2)
@@ -62,7 +66,7 @@ class Weight:
             if part is not None:
                 self._into(part, x)
                 return exchanges.sum_and_norm(part, residual, norm.weight, norm.eps)
-        product = self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
+        product = self.summed(x)
         out = torch.empty_like(residual)
         return add_rms_norm(product, residual, norm.weight, norm.eps, out)
 
