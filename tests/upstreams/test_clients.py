@@ -10,8 +10,7 @@ from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
 from parrot.utils.config import parse_config
 from tests.gateway.vendors.scripted import KEY, scripted_core
-from tests.gateway.vendors.test_transcripts import TRANSCRIPTS, go_away, send
-from tests.gateway.vendors.transcripts import GivenIds, lacks, shape_of
+from tests.gateway.vendors.test_transcripts import TRANSCRIPTS, replay
 from tests.support.app_server import serve_app
 from tests.upstreams.conftest import Client
 
@@ -36,7 +35,6 @@ async def test_a_client_gets_what_the_server_gives(name: str) -> None:
     told = TRANSCRIPTS[name]
     requests = [request for request in told["requests"] if request["feature"] not in WITHOUT]
     assert requests
-    ids = GivenIds()
     async with (
         scripted_core(max_text=10**8) as (behind, engine),
         serve_app(create_app(behind)) as server,
@@ -51,13 +49,5 @@ async def test_a_client_gets_what_the_server_gives(name: str) -> None:
             aiohttp.ClientSession(url, headers=headers) as http,
         ):
             await Client(http, core).until_served("tiny")
-            for request in requests:
-                if request["is_gone"]:
-                    await go_away(http, request, ids, engine)
-                    continue
-                async with send(http, request, ids) as response:
-                    answer = await response.text()
-                    assert response.status == request["status"], (request, answer)
-                    assert lacks(shape_of(answer), request["answer"]) == [], (request, answer)
-                    ids.note(answer)
+            await replay(http, requests, engine)
             core.check_integrity()

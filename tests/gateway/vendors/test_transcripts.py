@@ -4,6 +4,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +26,29 @@ TRANSCRIPTS = {
 async def test_a_client_gets_what_it_got(name: str) -> None:
     told = TRANSCRIPTS[name]
     assert told["requests"]
-    ids = GivenIds()
     async with (
         scripted_core(max_text=told["max_text"]) as (core, engine),
         serve_app(create_app(core)) as url,
         aiohttp.ClientSession(url) as http,
     ):
-        for request in told["requests"]:
-            if request["is_gone"]:
-                await go_away(http, request, ids, engine)
-                continue
-            async with send(http, request, ids) as response:
-                answer = await response.text()
-                assert response.status == request["status"], (request, answer)
-                assert lacks(shape_of(answer), request["answer"]) == [], (request, answer)
-                ids.note(answer)
+        await replay(http, told["requests"], engine)
         core.check_integrity()
+
+
+async def replay(
+    http: aiohttp.ClientSession, requests: Sequence[Any], engine: ScriptedEngine
+) -> None:
+    """Send recorded requests, and compare their statuses and the shapes of their answers."""
+    ids = GivenIds()
+    for request in requests:
+        if request["is_gone"]:
+            await go_away(http, request, ids, engine)
+            continue
+        async with send(http, request, ids) as response:
+            answer = await response.text()
+            assert response.status == request["status"], (request, answer)
+            assert lacks(shape_of(answer), request["answer"]) == [], (request, answer)
+            ids.note(answer)
 
 
 def send(http: aiohttp.ClientSession, request: Any, ids: GivenIds) -> Any:
