@@ -44,11 +44,16 @@ async def test_the_programs_of_a_page_run(
     scope: dict[str, Any] = {"__name__": "docs_page"}
     async with serve(CoreConfig(), obedient_engine()) as site:
         url = str(site.http._base_url).rstrip("/")
-        try:
-            for block in blocks:
-                await asyncio.to_thread(execute, block, url, scope, tmp_path)
-        finally:
-            await asyncio.to_thread(tidy_up, scope)
+        await asyncio.to_thread(run_page, blocks, url, scope, tmp_path)
+
+
+def run_page(blocks: list[Block], url: str, scope: dict[str, Any], folder: Path) -> None:
+    """All blocks in one thread: the event loop that a client leaves belongs to its thread."""
+    try:
+        for block in blocks:
+            execute(block, url, scope, folder)
+    finally:
+        tidy_up(scope)
 
 
 def execute(block: Block, url: str, scope: dict[str, Any], folder: Path) -> None:
@@ -64,6 +69,10 @@ def tidy_up(scope: dict[str, Any]) -> None:
             value.unset_global_env()
         elif type(value).__name__ in ("Anthropic", "OpenAI"):
             value.close()
+        elif type(value).__name__ == "AsyncOpenAI":
+            loop = asyncio.get_event_loop()  # the one that `Runner.run_sync` made
+            loop.run_until_complete(value.close())
+            loop.close()
 
 
 async def test_the_rest_page_s_curl_lines_run() -> None:
