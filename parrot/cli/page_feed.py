@@ -105,8 +105,9 @@ def state_of(run: Row) -> str:
 
 
 def name_of(run: Row) -> str:
-    """The application of a run, or its first functions."""
-    return ", ".join(run.get("apps") or run.get("functions") or [])
+    """The application of a run, its client, or its first functions."""
+    client = [run["app"]] if run.get("app") else []
+    return ", ".join(run.get("apps") or client or run.get("functions") or [])
 
 
 class PageFeed:

@@ -86,11 +86,16 @@ class ProgramSessions:
         return session
 
     def with_room(
-        self, tenant: str, name: str | None, usage: Mapping[str, int], known: int | None = None
+        self,
+        tenant: str,
+        name: str | None,
+        usage: Mapping[str, int],
+        known: int | None = None,
+        client: str = "",
     ) -> Session:
-        """The session of the program with this name, or the session `known`. A new session if
-        neither exists, or if it is full and idle. `usage` is as in `Quota`. Raises `QuotaExceeded`.
-        """
+        """The session of the program with this name, or the session `known`. A new session of
+        `client` if neither exists, or if it is full and idle. `usage` is as in `Quota`. Raises
+        `QuotaExceeded`."""
         if name is not None:
             known = self._by_name.get((tenant, name))
         if known is not None and self.is_live(known):
@@ -105,7 +110,9 @@ class ProgramSessions:
             else:
                 return session
         apps = () if name is None else (name,)
-        session = self._core.begin_with_room(tenant, apps, usage, on_demand=True, is_program=True)
+        session = self._core.begin_with_room(
+            tenant, apps, usage, on_demand=True, is_program=True, client=client
+        )
         self.restore(session)
         return session
 

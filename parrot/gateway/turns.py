@@ -118,6 +118,7 @@ class TurnRequest:
     samplings: Sequence[SamplingConfig]  # one for each answer
     options: Mapping[str, Any] = field(default_factory=dict)
     program: str | None = None  # the program's name
+    client: str = ""  # name of the client; empty: unknown
     func_name: str = "chat"
     criteria: PerformanceCriteria = PerformanceCriteria.LATENCY
     calls: CallRules | None = None  # rules for calls of the tools in `options`
@@ -279,7 +280,9 @@ class Turns:
         usage = _usage_of(fill, len(request.samplings), request.prediction)
         if ending is None:
             quoted = self._doctor.program_of(request.tenant, prompt)
-            session = self._sessions.with_room(request.tenant, request.program, usage, quoted)
+            session = self._sessions.with_room(
+                request.tenant, request.program, usage, quoted, request.client
+            )
         else:
             session = self._sessions.use(ending.session_id)
         left = None
@@ -380,7 +383,7 @@ class Turns:
                 "set `parrot.session_id`, or name the program in `prompt_cache_key`",
                 param="parrot.session_id",
             )
-        return self._sessions.with_room(request.tenant, request.program, {})
+        return self._sessions.with_room(request.tenant, request.program, {}, client=request.client)
 
     def _begin_deferred(
         self, session: Session, completions: Sequence[Completion], chain: TurnChain

@@ -49,7 +49,7 @@ from parrot.serve.events import (
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.nodes import SemanticVariable, VariableState
-from parrot.serve.metrics import Accounts, CoreMetrics
+from parrot.serve.metrics import Accounts, CoreMetrics, PriceTable
 from parrot.serve.readers import Reads, read_view
 from parrot.serve.sessions import (
     AddCall,
@@ -177,6 +177,7 @@ class ServeCore:
         *,
         on_demand: bool = False,
         is_program: bool = False,
+        client: str = "",
         traceparent: str | None = None,
     ) -> Session:
         """Begin a session that may use `usage`, as in `Quota`. Idle sessions of attached components
@@ -189,6 +190,7 @@ class ServeCore:
                     apps,
                     on_demand=on_demand,
                     is_program=is_program,
+                    client=client,
                     traceparent=traceparent,
                 )
                 self.events.emit(SessionBegan, session, on_demand, traceparent)
@@ -415,6 +417,11 @@ class ServeCore:
     @property
     def num_queued(self) -> int:
         return self.dispatcher.num_queued
+
+    @property
+    def prices(self) -> PriceTable | None:
+        """The prices of tokens; None: no prices are configured."""
+        return self._metrics.prices
 
     @property
     def accounts(self) -> Accounts:

@@ -68,6 +68,7 @@ class Begin(NamedTuple):
     on_demand: bool
     trace_id: str
     is_program: bool  # created by the gateway for a program that does not know the session
+    client: str = ""  # name of the client that sent the program's first request; empty: unknown
 
 
 class Command(Protocol[Result_co]):
@@ -264,6 +265,7 @@ class Session:
     account: Quota
     created_at: float  # times are on the clock's scale
     last_active: float  # time of the last request, or of the last end of a task
+    client: str = ""  # see `Begin`
     timed_reads: dict[object, float] = field(default_factory=dict)  # open reads, and their timeouts
     was_read: bool = False  # a read has had to wait, so held calls may run
     is_wake_due: bool = False  # a timer will start the held calls
@@ -439,6 +441,7 @@ class SessionRegistry:
         *,
         on_demand: bool = False,
         is_program: bool = False,
+        client: str = "",
         traceparent: str | None = None,
     ) -> Session:
         """Raises `QuotaExceeded` for too many sessions or too long names in `apps`,
@@ -463,6 +466,7 @@ class SessionRegistry:
             on_demand,
             trace_id,
             is_program,
+            client,
         )
         session = self._begin(begin, account)
         if self.journal is not None:
@@ -531,9 +535,8 @@ class SessionRegistry:
             trace_id=None if self.sampler is None else begin.trace_id,
         )
         apps = tuple(begin.apps)
-        session = Session(
-            begin.id, begin.auth, begin.tenant, apps, begin.is_program, graph, account, now, now
-        )
+        head = (begin.id, begin.auth, begin.tenant, apps, begin.is_program)
+        session = Session(*head, graph, account, now, now, client=begin.client)
         self._sessions[begin.id] = session
         self._auths.add(session.auth)
         self._watch(session)

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ class Since(BaseModel):
 
 
 class VisitorView(BaseModel):
-    """`tenant`: the tenant whose sessions are shown; null: the sessions of all tenants."""
+    """`tenant`: the name of the tenant whose sessions are shown; null: those of all tenants."""
 
     tenant: str | None
     sees_values: bool
@@ -140,7 +141,7 @@ class Page:
     # Views
 
     def me(self, visitor: Visitor) -> VisitorView:
-        return _view(visitor)
+        return self._view_of(visitor)
 
     def overview(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
         """The service, its engines, live sessions and finished runs."""
@@ -181,11 +182,14 @@ class Page:
         """Raises `NotFound`."""
 
         def view(found: Session | FinishedRun) -> Rows:
-            return found.view() if isinstance(found, FinishedRun) else self._rows.session(found)
+            rows = (
+                found.view if isinstance(found, FinishedRun) else partial(self._rows.session, found)
+            )
+            return rows(sees_values=visitor.sees_values)
 
         self._visible_run(visitor, session_id)
         read = self._reader(visitor, session_id, view)
-        feed = self._feed.changes(("session", session_id), read, since)
+        feed = self._feed.changes(("session", session_id, visitor.sees_values), read, since)
         return self._while_signed_in(visitor, feed)
 
     def variable(
@@ -267,13 +271,18 @@ class Page:
 
     # Sign-in
 
+    def _view_of(self, visitor: Visitor) -> VisitorView:
+        tenant = visitor.tenant
+        name = None if tenant is None else self._core.tenants.name_of(tenant)
+        return VisitorView(tenant=name, sees_values=visitor.sees_values)
+
     async def _enter(self, request: Request) -> Response:
         """Set the visitor's cookie. Only the page's paths receive it, and no script can read it."""
         wanted = parse_payload(EnterRequest, await read_json(request, SMALL_BODY))
         cookie = self._visitors.enter(wanted.key)
         if self._audit is not None:
             self._audit.note(request, self._visitors.of(cookie).name, "ok")
-        response = json_response(_view(self._visitors.of(cookie)))
+        response = json_response(self._view_of(self._visitors.of(cookie)))
         response.set_cookie(
             _cookie_name(request),
             cookie,
@@ -296,10 +305,6 @@ class Page:
 def _cookie_name(request: Request) -> str:
     """The name contains the port, because browsers send a cookie to all ports of a host."""
     return f"parrot_page_{request.url.port or 0}"
-
-
-def _view(visitor: Visitor) -> VisitorView:
-    return VisitorView(tenant=visitor.tenant, sees_values=visitor.sees_values)
 
 
 async def _to_page(request: Request) -> Response:

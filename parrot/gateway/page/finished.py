@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 import orjson
 
 from parrot.gateway.page.feed import Rows
+from parrot.gateway.page.privacy import hidden, without_texts
 from parrot.gateway.page.rows import (
     MAX_CHARS,
-    Row,
     call_row,
-    count_row,
-    head_row,
-    last_tasks,
     last_variables,
     text_rows,
     variable_row,
 )
+from parrot.gateway.page.runs import Row, RowContext, head_row, last_tasks, sum_row
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.serve.graph.nodes import (
     Completion,
@@ -38,6 +36,7 @@ _CALL_UNITS = 8  # Units of work of a call's row. A unit is about a microsecond.
 class FinishedRun(NamedTuple):
     """The view of a session that has ended. Times in `row` are Unix time."""
 
+    tenant: str
     row: Row  # of the list of runs: the head, the sums, `state` and `ended_at`
     rows: bytes  # JSON of the rows of calls and variables, by key
     sources: bytes  # JSON: by variable, the places of its value and its prompt in `strings`
@@ -49,10 +48,6 @@ class FinishedRun(NamedTuple):
         return run_id
 
     @property
-    def tenant(self) -> str:
-        return str(self.row["tenant"])
-
-    @property
     def ended_at(self) -> float:
         return float(self.row["ended_at"])
 
@@ -62,9 +57,14 @@ class FinishedRun(NamedTuple):
         texts = sum(map(len, self.strings)) + _STRING_BYTES * len(self.strings)
         return _FRAME_BYTES + len(self.rows) + len(self.sources) + texts
 
-    def view(self) -> Rows:
+    def listed(self, *, sees_values: bool) -> Row:
+        """The row of the list of runs."""
+        return self.row if sees_values else dict(hidden(self.row))
+
+    def view(self, *, sees_values: bool) -> Rows:
         """The rows of the run's view."""
-        return {"session": self.row, **orjson.loads(self.rows)}
+        rows = {"session": self.row, **orjson.loads(self.rows)}
+        return rows if sees_values else without_texts(rows)
 
     def variable(self, var_id: str, *, sees_values: bool) -> Rows:
         """The rows of a variable's view. Raises `NotFound`."""
@@ -81,15 +81,18 @@ class FinishedRun(NamedTuple):
                 rows["call"]["prompt"] = [self._piece(piece) for piece in source["prompt"]]
             if "source" in source:
                 rows["call"]["source"] = self._text(source["source"])
+        if not sees_values:
+            return without_texts(rows)
         if "text" in source:
             rows |= text_rows(self._text(source["text"]))
-        elif sees_values and row["chars"]:
+        elif row["chars"]:
             row["is_left_out"] = True
         return rows
 
     def fields(self) -> dict[str, Any]:
         """The fields of the run's journal record."""
         return {
+            "tenant": self.tenant,
             "row": self.row,
             "rows": orjson.Fragment(self.rows),
             "sources": orjson.Fragment(self.sources),
@@ -100,7 +103,7 @@ class FinishedRun(NamedTuple):
     def of_fields(cls, fields: dict[str, Any]) -> "FinishedRun":
         strings = tuple(text.encode() for text in fields["strings"])
         rows, sources = orjson.dumps(fields["rows"]), orjson.dumps(fields["sources"])
-        return cls(fields["row"], rows, sources, strings)
+        return cls(fields["tenant"], fields["row"], rows, sources, strings)
 
     def _piece(self, piece: Row) -> Row:
         return {"text": self._text(piece["string"])} if "string" in piece else piece
@@ -141,7 +144,7 @@ class RunEnd(NamedTuple):
 
 
 def finishing(
-    session: Session, ending: RunEnd, epoch: float, max_bytes: int
+    session: Session, ending: RunEnd, context: RowContext, max_bytes: int
 ) -> Generator[int, None, FinishedRun]:
     """Take the view of a session that has ended and whose variables are all settled. The texts of
     the last variables are kept, up to `max_bytes`. Yields the sizes of the steps."""
@@ -164,14 +167,15 @@ def finishing(
     for variable in variables:
         rows[f"var:{variable.id}"] = _ended_variable(variable, error)
         yield 1
-    counts = count_row(session)
+    counts = sum_row(session, context)
     tasks = (task for call in session.graph.calls.values() for task in call.tasks)
     counts["cancelled"] -= sum(_did_not_run(task, error) for task in tasks)
     was_stopped = ending.was_busy or last[1] == CompletionState.CANCELLED
     state = "failed" if counts["failed"] else "cancelled" if was_stopped else "finished"
     ended = {"state": state, "ended_at": round(ending.at, 3)}
     return FinishedRun(
-        head_row(session, epoch) | counts | ended,
+        session.tenant,
+        head_row(session, context) | counts | ended,
         orjson.dumps(rows),
         orjson.dumps(sources),
         tuple(strings.texts),

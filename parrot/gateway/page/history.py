@@ -8,6 +8,7 @@ from typing import Any
 
 from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.finished import FinishedRun, RunEnd, finishing
+from parrot.gateway.page.runs import RowContext
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.errors import ParrotError
 from parrot.serve.core import ServeCore
@@ -36,6 +37,7 @@ class History:
         if config.journal is not None:
             self._max_bytes = min(self._max_bytes, config.journal_size // _JOURNAL_PART)
         self._epoch = time.time() - core.clock.now()
+        self._context = RowContext.of(core, self._epoch)
         self._timers = TimerQueue(core.clock)
         self._expiry: Timer | None = None
         self._runs: dict[int, FinishedRun] = {}  # the first to end first
@@ -60,7 +62,9 @@ class History:
     def overview(self, visitor: Visitor) -> Rows:
         """The rows of the finished runs that the visitor may see."""
         return {
-            f"session:{run.id}": run.row for run in self if visitor.tenant in (None, run.tenant)
+            f"session:{run.id}": run.listed(sees_values=visitor.sees_values)
+            for run in self
+            if visitor.tenant in (None, run.tenant)
         }
 
     def keep(self, session: Session, error: ParrotError) -> Iterator[int]:
@@ -82,7 +86,7 @@ class History:
     def _keeping(self, session: Session, ending: RunEnd) -> Iterator[int]:
         try:
             room = self._max_bytes // _RUN_PART
-            run = yield from finishing(session, ending, self._epoch, room)
+            run = yield from finishing(session, ending, self._context, room)
         except Exception:
             logger.exception("run %s cannot be kept", session.id)
             return

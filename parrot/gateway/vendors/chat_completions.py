@@ -249,6 +249,7 @@ class ChatCompletions:
                 samplings=request.samplings(max_tokens, request.num_logprobs),
                 options=template_options(request),
                 program=program_of(request, caller),
+                client=caller.client,
                 traceparent=caller.traceparent,
                 request_id=caller.request_id,
                 client_key=caller.key,

@@ -200,6 +200,7 @@ class Completions:
                     tokens=tokens,
                     samplings=samplings,
                     program=program_of(request, caller),
+                    client=caller.client,
                     traceparent=caller.traceparent,
                     request_id=caller.request_id,
                     client_key=caller.key,

@@ -2,7 +2,9 @@
 
 import inspect
 import logging
+import re
 from collections.abc import AsyncGenerator, Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import orjson
@@ -36,6 +38,18 @@ logger = logging.getLogger(__name__)
 # Headers that name the program of a request; the first one that is set counts.
 _PROGRAM_HEADERS = ("x-parrot-program", "x-session-affinity", "x-session-id", "session_id")
 _MAX_NAME = 1024  # Characters of a program's name. The rest is cut off.
+_PRODUCT = re.compile(r"[\w.-]+", re.ASCII)
+_MAX_PRODUCT = 64  # Characters of a client's name. The rest is cut off.
+_MAX_CLIENTS = 256  # Names of clients that are cached. More user agents are parsed again.
+# The names of clients whose user agent has another name.
+_CLIENTS = {
+    "asyncopenai": "openai",
+    "asyncanthropic": "anthropic",
+    "claude-cli": "claude-code",
+    "codex_cli_rs": "codex",
+    "codex_exec": "codex",
+    "mozilla": "browser",
+}
 _MAX_DEPTH = 246  # Nesting levels of a request's JSON. orjson writes at most 254 levels.
 
 Verb = Callable[..., Any]
@@ -56,6 +70,7 @@ class Caller(NamedTuple):
     traceparent: str = ""  # the caller's span; empty: none
     key: SecretStr | None = None  # for servers that get the client's key
     idempotency_key: str | None = None  # a stored response with this key is created once
+    client: str = ""  # name of the client's program, from its user agent; empty: unknown
 
     def report_prefix(self, turn: Turn) -> None:
         """Set the header that describes how much the turn's prompt shares with the previous one."""
@@ -167,7 +182,8 @@ class VendorEndpoint(Endpoint):
         if self._forwards_keys and (given := api_key_of(request)):
             key = SecretStr(given)
         once = idempotency_key_of(request)
-        caller = Caller(tenant, _program(request), request_id, {}, str(span or ""), key, once)
+        program, client = _program(request), client_name(request.headers.get("user-agent", ""))
+        caller = Caller(tenant, program, request_id, {}, str(span or ""), key, once, client)
         arguments = await self._arguments(request)
         result = self._verb(**arguments, caller=caller)
         if inspect.isawaitable(result):
@@ -211,6 +227,15 @@ def _span(request: Request) -> TraceParent | None:
     """The caller's span, from the header `traceparent`."""
     given = request.headers.get("traceparent")
     return None if given is None else TraceParent.parse(given)
+
+
+@lru_cache(_MAX_CLIENTS)
+def client_name(user_agent: str) -> str:
+    """The name of the program in a user agent: its first product, without the version. Empty if
+    there is none."""
+    found = _PRODUCT.match(user_agent[:_MAX_PRODUCT])
+    name = "" if found is None else found[0].lower()
+    return _CLIENTS.get(name, name)
 
 
 def _program(request: Request) -> str | None:

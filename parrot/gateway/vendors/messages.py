@@ -335,6 +335,7 @@ class Messages:
                 samplings=[request.sampling()],
                 options=template_options(request),
                 program=caller.program or user,
+                client=caller.client,
                 traceparent=caller.traceparent,
                 request_id=caller.request_id,
                 client_key=caller.key,

@@ -237,6 +237,8 @@ class TenantTable:
         secret = (config.cluster_token or new_token()).encode("utf-8", "surrogatepass")
         self._secret = _salt_secret(secret)
         self._fixed = {_digest(key): Tenant(id_of_key(key)) for key in config.api_keys}
+        names = {id_of_key(key): f"key {number}" for number, key in enumerate(config.api_keys, 1)}
+        self._names = {PUBLIC_ID: PUBLIC_ID} | names
         self._by_digest: Mapping[bytes, Tenant] = {}
         self._by_id: Mapping[str, tuple[bytes, Tenant]] = {}
         self.replace([] if self.path is None else read_keys(self.path))
@@ -300,6 +302,12 @@ class TenantTable:
         """Whether metrics have the tenant's name. Invented keys have no metrics of their own,
         because their number is unlimited."""
         return tenant_id == PUBLIC_ID or tenant_id in self._by_id
+
+    def name_of(self, tenant_id: str) -> str:
+        """The tenant's name for people, without a digest of its key. All tenants with an invented
+        key have the same name."""
+        is_unnamed = not self.is_closed and not self.is_named(tenant_id)
+        return "key “any”" if is_unnamed else self._names.get(tenant_id, tenant_id)
 
     def of_key(self, api_key: str | None) -> Tenant:
         """The tenant of a key. Raises `AuthenticationFailed`."""

@@ -61,7 +61,7 @@ async def test_a_finished_run_has_the_rows_of_a_live_session(world: Kept) -> Non
     assert (run.row["calls"], run.row["done"], run.row["failed"]) == (3, 2, 0)
     assert run.row["cancelled"] == 0
     assert run.row["functions"] == ["ask", "join", "unread"]
-    rows = run.view()
+    rows = run.view(sees_values=True)
     assert {rows[f"call:{var}"]["state"] for var in (first, second)} == {"done"}
     assert rows[f"call:{second}"]["inputs"][-1] == first
     assert rows[f"call:{unread}"]["state"] == "idle"
@@ -88,7 +88,7 @@ async def test_a_failure_is_no_stop(world: Kept) -> None:
     program.end()
     run = world.run(program)
     assert (run.row["state"], run.row["failed"]) == ("failed", 2)
-    assert "a kernel failed" in str(run.view()[f"var:{first}"]["errors"])
+    assert "a kernel failed" in str(run.view(sees_values=True)[f"var:{first}"]["errors"])
 
 
 async def test_a_stop_is_no_failure(world: Kept) -> None:
@@ -102,7 +102,9 @@ async def test_a_stop_is_no_failure(world: Kept) -> None:
     program.end()
     run = world.run(program)
     assert (run.row["state"], run.row["failed"], run.row["cancelled"]) == ("cancelled", 0, 2)
-    assert {run.view()[f"call:{var}"]["state"] for var in (first, second)} == {"cancelled"}
+    assert {run.view(sees_values=True)[f"call:{var}"]["state"] for var in (first, second)} == {
+        "cancelled"
+    }
 
 
 async def test_a_run_that_is_ended_while_a_reader_waits_is_cancelled(world: Kept) -> None:
@@ -114,7 +116,7 @@ async def test_a_run_that_is_ended_while_a_reader_waits_is_cancelled(world: Kept
     await asyncio.wait([read], timeout=5)
     run = world.run(program)
     assert run.row["state"] == "cancelled"
-    assert run.view()[f"call:{output}"]["state"] == "cancelled"
+    assert run.view(sees_values=True)[f"call:{output}"]["state"] == "cancelled"
 
 
 async def test_a_session_without_calls_and_a_shutdown_leave_no_run(world: Kept) -> None:
@@ -164,8 +166,8 @@ async def test_an_old_run_is_deleted_without_a_request(world: Kept) -> None:
 
 
 def finished(number: int, tenant: str, num_bytes: int, kind: str = "program") -> FinishedRun:
-    row = {"id": number, "tenant": tenant, "kind": kind, "ended_at": 2e9}
-    return FinishedRun(row, b"{}", b"{}", (b"x" * num_bytes,))
+    row = {"id": number, "kind": kind, "ended_at": 2e9}
+    return FinishedRun(tenant, row, b"{}", b"{}", (b"x" * num_bytes,))
 
 
 async def test_many_runs_of_one_tenant_displace_no_other_tenant() -> None:
@@ -220,6 +222,6 @@ def test_no_limit_is_exceeded(added: list[tuple[str, int, str, int]]) -> None:
 @given(st.text(), st.text())
 def test_a_record_restores_the_same_run(value: str, prompt: str) -> None:
     strings = tuple(text.encode("utf-8", "replace") for text in (value, prompt))
-    run = FinishedRun({"id": 1}, b'{"var:x":{"chars":1}}', b'{"x":{"text":0}}', strings)
+    run = FinishedRun("a", {"id": 1}, b'{"var:x":{"chars":1}}', b'{"x":{"text":0}}', strings)
     again = FinishedRun.of_fields(orjson.loads(orjson.dumps(run.fields())))
     assert again == run

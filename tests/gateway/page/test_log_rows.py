@@ -61,7 +61,12 @@ async def test_events_name_engines_calls_and_sessions() -> None:
     assert (expired["kind"], expired["session"]) == ("session expired", 0)
     assert not expired["has_view"]
     own = page.events(Visitor(id_of_key("mine"), sees_values=True))
-    assert own == rows
+    assert own == {
+        key: row | ({"text": ""} if row["kind"] == "engine lost" else {})
+        for key, row in rows.items()
+    }
+    blind = page.events(Visitor(None, sees_values=False))
+    assert [row["text"] for row in blind.values()][1:3] == ["ask", "no heartbeat for 30 s"]
     others = page.events(Visitor(id_of_key("other"), sees_values=True))
     assert {row["kind"] for row in others.values()} == {"engine joined", "engine lost"}
     await world.core.close()
@@ -76,7 +81,7 @@ async def test_the_last_calls_and_variables_of_a_large_session_are_shown() -> No
         program.core.create_var(*program.scope.values(), f"x{n}", None)
     session = world.core.sessions.find(program.scope["session_id"])
     assert session is not None
-    rows = PageRows(world.core).session(session)
+    rows = PageRows(world.core).session(session, sees_values=True)
     ids = [row["request_id"] for key, row in rows.items() if key.startswith("call:")]
     assert ids == list(session.graph.calls)[-1024:]
     names = [row["name"] for key, row in rows.items() if key.startswith("var:")]

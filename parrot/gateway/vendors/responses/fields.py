@@ -435,6 +435,7 @@ class Asked(NamedTuple):
     # Not journaled.
     request_id: str = ""
     client_key: SecretStr | None = None
+    client: str = ""
 
     def fields(self) -> dict[str, Any]:
         """The JSON form, which `of` reads."""

@@ -75,7 +75,9 @@ class Responses:
         record = self._record(request, caller.tenant)
         record.idempotency_key = once
         program = program_of(request, caller)
-        asked = Asked(request, program, caller.traceparent, caller.request_id, caller.key)
+        asked = Asked(
+            request, program, caller.traceparent, caller.request_id, caller.key, caller.client
+        )
         turn, parser = self._submit(asked, record)
         caller.report_prefix(turn)
         sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
@@ -121,6 +123,7 @@ class Responses:
                 options=request.template_options(),
                 calls=request.call_rules(),
                 program=asked.program,
+                client=asked.client,
                 traceparent=asked.traceparent,
                 request_id=asked.request_id,
                 client_key=asked.client_key,
