@@ -3,9 +3,10 @@
     python -m benchmark.serve.bench_in_front
 
 The server answers at once (`instant_server.py`). Streamed requests of 4,000 letters go through
-ServeCore and to the server directly, in turns:
+ServeCore, through a proxy that reads nothing (`plain_proxy.py`, the floor) and to the server
+directly, in turns. `--idle-s` is the time between two requests, in which caches become cold:
 
-  ttft_ms  milliseconds to the first token, median, and the difference of the two ways
+  ttft_ms  milliseconds to the first token, median, and what ServeCore and the proxy add
   cpu_ms   milliseconds of ServeCore's CPU per request with 1 token, and per further token
 """
 
@@ -35,10 +36,10 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 @contextmanager
-def instant_server() -> Iterator[str]:
-    """The URL of a running server."""
+def server(module: str, *arguments: str) -> Iterator[str]:
+    """The URL of a running server of this package."""
     port = free_port("127.0.0.1", set())
-    command = [sys.executable, "-m", "benchmark.serve.instant_server", str(port)]
+    command = [sys.executable, "-m", f"benchmark.serve.{module}", str(port), *arguments]
     with subprocess.Popen(command) as process:
         try:
             yield f"http://127.0.0.1:{port}"
@@ -75,16 +76,20 @@ async def ask(http: aiohttp.ClientSession, url: str, api: str, num_tokens: int) 
     return first
 
 
-async def ttft(http: aiohttp.ClientSession, api: str, core: str, server: str, num: int) -> Any:
-    through, direct = [], []
+async def ttft(
+    http: aiohttp.ClientSession, api: str, urls: dict[str, str], num: int, idle_s: float
+) -> dict[str, float]:
+    """Milliseconds. `urls`: "parrot", "proxy" and "direct"."""
+    times: dict[str, list[float]] = {way: [] for way in urls}
     for _ in range(num):
-        through.append(await ask(http, core, api, 1))
-        direct.append(await ask(http, server, api, 1))
-    added = [a - b for a, b in zip(through, direct, strict=True)]
-    return {
-        name: round(1e3 * statistics.median(values), 3)
-        for name, values in (("through", through), ("direct", direct), ("added", added))
-    }
+        for way, url in urls.items():
+            await asyncio.sleep(idle_s)
+            times[way].append(await ask(http, url, api, 1))
+    found = {way: round(1e3 * statistics.median(values), 3) for way, values in times.items()}
+    for way in ("parrot", "proxy"):
+        added = [a - b for a, b in zip(times[way], times["direct"], strict=True)]
+        found[f"{way}_adds"] = round(1e3 * statistics.median(added), 3)
+    return found
 
 
 async def cpu(
@@ -97,11 +102,15 @@ async def cpu(
     return 1e3 * (cpu_seconds(pid) - before) / (num // 32 * 32)
 
 
-async def measure_api(api: str, core: str, server: str, pid: int, num: int) -> dict[str, Any]:
+async def measure_api(
+    api: str, urls: dict[str, str], pid: int, args: argparse.Namespace
+) -> dict[str, Any]:
+    num, core = args.requests, urls["parrot"]
     async with connect() as http:
         await until_ready(http, core)
-        await ttft(http, api, core, server, 20)
-        found = await ttft(http, api, core, server, num)
+        await until_ready(http, urls["proxy"])
+        await ttft(http, api, urls, 20, 0)
+        found = await ttft(http, api, urls, num, args.idle_s)
         one = await cpu(http, api, core, pid, num, 1)
         many = await cpu(http, api, core, pid, num, 65)
     per_token = (many - one) / 64
@@ -110,15 +119,16 @@ async def measure_api(api: str, core: str, server: str, pid: int, num: int) -> d
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200, help="per figure")
+    parser.add_argument("--idle-s", type=float, default=0.0, help="before each request")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    with instant_server() as server:
-        core = {"host": "127.0.0.1", "servers": [{"url": f"{server}/v1"}]}
+    with server("instant_server") as direct, server("plain_proxy", direct) as proxy:
+        core = {"host": "127.0.0.1", "servers": [{"url": f"{direct}/v1"}]}
         with Cluster(core, []) as cluster:
-            pid = cluster.process("core").pid
+            urls = {"parrot": cluster.core_url, "proxy": proxy, "direct": direct}
             for api in PATHS:
-                found = measure_api(api, cluster.core_url, server, pid, args.requests)
+                found = measure_api(api, urls, cluster.process("core").pid, args)
                 report.add("apis", {"api": api, **asyncio.run(found)})
 
 
