@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from parrot.engine.core.steps import (
     PENDING,
@@ -55,7 +55,8 @@ class States:
 class CheckingRunner:
     """Its KV cache holds, for each slot, the `chain` value that was written there. Every step
     asserts that what a sequence reads is its own context, before and after the step's writes, and
-    that no block has two writers; what fails is also kept in `violations`.
+    that no block has two writers; what fails is also kept in `violations`. With `info.window`, a
+    second cache has the slots of windows, and the same holds for the windows of all tokens.
 
     `next_token(context_ids)` is the model; with penalties, its letter is moved on by the
     number of different tokens in the output. `nan_token` and `crash_token` are faults: logits that
@@ -72,6 +73,9 @@ class CheckingRunner:
     ) -> None:
         self._info = info
         self._slots = [[EMPTY] * info.block_size for _ in range(info.num_blocks)]
+        num_slots = 0 if info.window is None else info.window.num_slots
+        self._windows = [[EMPTY] * info.block_size for _ in range(num_slots)]
+        self._slot_of: dict[int, int] = {}  # Of blocks.
         self._tokens_of = tokens_of
         self._next_token = next_token
         self._nan_token = nan_token
@@ -106,10 +110,15 @@ class CheckingRunner:
             raise
 
     def _run(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
+        self._slot_of.update(plan.slot_changes)
         for copy in plan.copies:
             assert copy.source != copy.target, copy
             kept = self._slots[copy.source][: copy.num_tokens]
-            self._slots[copy.target] = kept + [EMPTY] * (self._info.block_size - copy.num_tokens)
+            empty = [EMPTY] * (self._info.block_size - copy.num_tokens)
+            self._slots[copy.target] = kept + empty
+            if self._info.window is not None:
+                kept = self._windows[copy.source_slot][: copy.num_tokens]
+                self._windows[copy.target_slot] = kept + empty
         ids = [sequence.context_id for sequence in plan.sequences]
         assert len(set(ids)) == len(ids), f"a context is twice in a step: {ids}"
         pairs = list(zip(plan.sequences, texts, strict=True))
@@ -123,6 +132,18 @@ class CheckingRunner:
             found = [self._slot(sequence, position) for position in range(sequence.start)]
             expected = chain(text[: sequence.start])
             assert found == expected, f"context {sequence.context_id} reads foreign KV"
+            if self._info.window is not None:
+                self._check_window(sequence, text, self._info.window.num_tokens)
+
+    def _check_window(self, sequence: SequenceStep, text: Sequence[int], size: int) -> None:
+        values = chain(text[: sequence.start])
+        for position in range(max(0, sequence.start + 1 - size), sequence.start):
+            found = self._window_slot(sequence, position)
+            assert found == values[position], f"context {sequence.context_id}: a wrong window"
+
+    def _window_slot(self, sequence: SequenceStep, position: int) -> int:
+        block = sequence.block_ids[position // self._info.block_size]
+        return self._windows[self._slot_of[block]][position % self._info.block_size]
 
     def _slot(self, sequence: SequenceStep, position: int) -> int:
         size = self._info.block_size
@@ -131,6 +152,7 @@ class CheckingRunner:
     def _write_all(self, pairs: Sequence[Pair]) -> None:
         size = self._info.block_size
         writers: dict[int, int] = {}
+        slot_writers: dict[int, int] = {}
         for sequence, text in pairs:
             assert sequence.token_ids, f"context {sequence.context_id} computes nothing"
             assert len(sequence.block_ids) == -(-sequence.end // size), sequence
@@ -142,6 +164,11 @@ class CheckingRunner:
                 writer = writers.setdefault(block, sequence.context_id)
                 assert writer == sequence.context_id, f"block {block} has two writers"
                 self._slots[block][position % size] = values[position]
+                if self._windows:
+                    slot = self._slot_of[block]
+                    writer = slot_writers.setdefault(slot, block)
+                    assert writer == block, f"slot {slot} has two blocks"
+                    self._windows[slot][position % size] = values[position]
 
     def _sample(self, pairs: Sequence[Pair]) -> StepResult:
         tokens: dict[int, int] = {}
@@ -229,7 +256,7 @@ class LaunchingRunner(CheckingRunner):
         assert previous is None or isinstance(previous, Launched)
         texts = [self.text_of(s) for s in plan.sequences]
         known = tuple(_with_token(s) for s in plan.sequences)
-        return Launched(self, StepPlan(known, plan.copies), texts, previous)
+        return Launched(self, replace(plan, sequences=known), texts, previous)
 
 
 def _with_token(sequence: SequenceStep, *token: int) -> SequenceStep:
@@ -259,7 +286,7 @@ class Launched:
                 text[-1] = self._token_of(sequences[index].context_id)
                 sequences[index] = _with_token(sequences[index], text[-1])
         self.previous = None
-        plan = StepPlan(tuple(sequences), self.plan.copies)
+        plan = replace(self.plan, sequences=tuple(sequences))
         self.result = self.runner.run_texts(plan, self.texts)
         return self.result
 

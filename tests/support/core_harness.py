@@ -10,7 +10,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.shares import ALONE, TenantShare
-from parrot.engine.core.steps import RunnerInfo, StepPlan
+from parrot.engine.core.steps import RunnerInfo, StepPlan, WindowInfo
 from parrot.engine.sim import VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources, PoolingKind
 from parrot.protocol.sampling import SamplingConfig
@@ -48,10 +48,18 @@ class Harness:
         model: Callable[[Sequence[int]], int] = next_letter,
         faults: dict[str, int] | None = None,
         draft_sizes: tuple[int, ...] = (),
+        window: WindowInfo | None = None,
         **config: Any,
     ) -> None:
         info = RunnerInfo(
-            num_blocks, block_size, max_seq_len, VOCAB_SIZE, 1.0, 2.0, draft_sizes=draft_sizes
+            num_blocks,
+            block_size,
+            max_seq_len,
+            VOCAB_SIZE,
+            1.0,
+            2.0,
+            draft_sizes=draft_sizes,
+            window=window,
         )
         self.clock = ManualClock()
         self.runner = CheckingRunner(info, self.tokens_of, model, **(faults or {}))

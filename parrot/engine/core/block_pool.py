@@ -14,7 +14,7 @@ in the salt. Only this module changes reference counts.
 import secrets
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from itertools import groupby
 from typing import NamedTuple, Protocol
@@ -125,6 +125,8 @@ class BlockPool:
         self._by_key: dict[bytes, int] = {}
         self.num_releases = 0  # References released so far.
         self.watcher: Watcher | None = None
+        # Called with each block that loses its KV, before its group changes.
+        self.on_blank: Callable[[int], None] | None = None
 
     def watch(self, watcher: Watcher, queue: EvictionQueue[int]) -> None:
         """Report changes to the watcher, and evict free blocks in the order of `queue`.
@@ -177,6 +179,8 @@ class BlockPool:
         for block in run:
             if self.watcher is not None:
                 self.watcher.on_evicted(block)
+            if self.on_blank is not None:
+                self.on_blank(block)
             key = self._keys[block]
             assert key is not None, f"block {block} has no key"
             self._keys[block] = self._owners[block] = None
@@ -188,6 +192,9 @@ class BlockPool:
         self.shares.remove_if_empty(group)
         return run
 
+    def is_blank(self, block: int) -> bool:
+        return self._owners[block] is None
+
     def owner(self, block: int) -> ShareGroup:
         """The group that the block was computed for. The block must not be blank."""
         group = self._owners[block]
@@ -195,6 +202,8 @@ class BlockPool:
         return group
 
     def _make_blank(self, block: int) -> None:
+        if self.on_blank is not None:
+            self.on_blank(block)
         group = self.owner(block)
         self._owners[block] = None
         self._blank.append(block)
@@ -249,6 +258,8 @@ class BlockPool:
         if len(kept) < len(blocks):
             for block in blocks:
                 if self._keys[block] is None:
+                    if self.on_blank is not None:
+                        self.on_blank(block)
                     self._owners[block] = None
                     self._blank.append(block)
             self.shares.remove_if_empty(group)

@@ -70,6 +70,10 @@ class Context:
     num_published: int = field(init=False, default=0)
     # The context belongs to one job, is freed with that job, and shares no KV.
     is_temporary: bool = False
+    # Only in a `WindowedTree`: indices of the blocks whose window slots the context holds, and
+    # before which block the window is kept when the context passes it.
+    window: range = field(init=False, default=range(0))
+    mark: int = field(init=False, default=0)
 
     @property
     def salt(self) -> str:
@@ -103,6 +107,7 @@ class ContextTree:
         self.pool = pool
         self.shares = pool.shares
         self.block_size = pool.block_size
+        self.max_chunk: int | None = None  # Most tokens of a context in a step; None: no limit.
         self.pending_forks: dict[Context, None] = {}  # In order of creation.
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
@@ -176,7 +181,8 @@ class ContextTree:
             return 0
         first = context.num_computed // self.block_size
         num_full = len(context.token_ids) // self.block_size
-        if not (found := self.pool.find_run(context.keys[first:num_full])):
+        found = self._adoptable(context, self.pool.find_run(context.keys[first:num_full]))
+        if not found:
             return 0
         before = context.num_computed
         self.pool.share(found)
@@ -185,6 +191,10 @@ class ContextTree:
         context.owned_from = context.num_published = len(context.block_ids)
         context.num_computed = len(context.block_ids) * self.block_size
         return context.num_computed - before
+
+    def _adoptable(self, context: Context, found: list[int]) -> list[int]:
+        """The first of the published blocks `found`, after which the context can continue."""
+        return found
 
     def num_to_compute(self, context: Context, elsewhere: Container[bytes] = ()) -> int:
         """Tokens that must be computed, at least 1.
@@ -213,19 +223,45 @@ class ContextTree:
         blocks, keys = context.block_ids[first:num_full], context.keys[first:num_full]
         found = self.pool.publish_run(blocks, keys)
         for index, (own, published) in enumerate(zip(blocks, found, strict=True), first):
-            if published != own:
+            if published != own and self._may_replace(context, index, published):
                 self.pool.share((published,))
                 self.pool.release((own,))
                 context.block_ids[index] = published
                 context.owned_from = max(context.owned_from, index + 1)
         context.num_published = num_full
 
+    def _may_replace(self, context: Context, index: int, published: int) -> bool:
+        """Whether the published block may replace block `index` of the context."""
+        return True
+
     def num_blocks_needed(self, context: Context, end: int) -> int:
         """Free blocks that `reserve(context, end)` would allocate."""
         return max(0, self.pool.blocks_for(end) - len(context.block_ids)) + self.must_copy(context)
 
-    def reserve(self, context: Context, end: int) -> tuple[BlockCopy, ...] | None:
-        """Make positions [num_computed, end) writable.
+    def max_end(self, context: Context) -> int:
+        """The largest `end` that `reserve` can make writable."""
+        return (len(context.block_ids) + self.pool.num_free) * self.block_size
+
+    def settle(self, context: Context) -> None:
+        """Before a job is admitted, drop KV after which the context cannot continue."""
+
+    def leave(self, context: Context) -> None:
+        """After its job has ended or was preempted, release what a running context holds."""
+
+    def advance(self, context: Context) -> None:
+        """After a step, release what the context no longer needs."""
+
+    def take_slot_changes(self) -> tuple[tuple[int, int], ...]:
+        """See `StepPlan.slot_changes`."""
+        return ()
+
+    def resend_slots(self) -> None:
+        """The runner may not have received the last changes of slots."""
+
+    def reserve(
+        self, context: Context, end: int, step_end: int | None = None
+    ) -> tuple[BlockCopy, ...] | None:
+        """Make positions [num_computed, end) writable. The next step ends at `step_end`.
 
         Returns the copies that must happen before the positions are written. Returns None, and
         changes nothing, if there are not enough free blocks."""
@@ -299,6 +335,7 @@ class ContextTree:
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:
+        self.leave(context)
         self.pool.release(context.block_ids[num_blocks:])
         del context.block_ids[num_blocks:]
         context.num_computed = min(context.num_computed, num_blocks * self.block_size)
@@ -314,6 +351,7 @@ class ContextTree:
         self.publish(context)
         if self.pool.watcher is not None:
             self.pool.watcher.on_abandoned(context.keys[len(context.block_ids) :])
+        self.leave(context)
         self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0

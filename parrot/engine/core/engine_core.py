@@ -21,12 +21,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.contexts import make_tree
+from parrot.engine.core.block_pool import BlockHasher, BlockPool
+from parrot.engine.core.contexts import ContextTree, make_tree
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.output import Language
 from parrot.engine.core.requests import RequestLimits, RequestTable
 from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
+from parrot.engine.core.shares import KvShares
 from parrot.engine.core.steps import (
     DeviceLost,
     Landed,
@@ -92,7 +94,7 @@ class EngineCore:
         self._suspects: list[Job] = []  # Jobs of failed steps, one of which may be the cause.
         self._streaming_jobs: list[Job] = []  # Jobs whose newest tokens were not sent yet.
         is_published = config.scheduler.prefix_caching
-        self._tree = make_tree(num_blocks, info.block_size, clock, publishes=is_published)
+        self._tree = _make_tree(info, num_blocks, clock, publishes=is_published)
         self._costs = StepCostMeter(info)
         self.host: HostKv | None = None
         if is_published and self._runner.has_host_tier:
@@ -228,6 +230,7 @@ class EngineCore:
         written: set[int] = set()
         keys: set[bytes] = set()
         size = self._tree.block_size
+        self._tree.resend_slots()
         for step in steps:
             written |= step.plan.written_blocks(size)
             for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
@@ -245,7 +248,7 @@ class EngineCore:
             if not job.has_ended:
                 known = job.context.token_ids[s.start : s.end]
                 kept.append((job, s if s.num_drafts else s._replace(token_ids=known)))
-        plan = StepPlan(tuple(s for _, s in kept), step.plan.copies)
+        plan = replace(step.plan, sequences=tuple(s for _, s in kept))
         step = replace(step, plan=plan, jobs=tuple(job for job, _ in kept))
         self.deliver(step, self.run(step))
 
@@ -297,6 +300,7 @@ class EngineCore:
             context.num_computed = sequence.start + num_known
             if num_known > 1:
                 self._tree.publish(context)  # Generated blocks are published by `finish`.
+            self._tree.advance(context)
             if (reading := job.reading) is not None:
                 reading.num_scheduled = max(reading.num_scheduled, sequence.end)
             if sequence.sample is not None or (reading is not None and not context.num_missing):
@@ -447,6 +451,17 @@ class EngineCore:
         self.requests.check_integrity()
 
 
+def _make_tree(info: RunnerInfo, num_blocks: int, clock: Clock, *, publishes: bool) -> ContextTree:
+    size = info.block_size
+    if info.window is None:
+        return make_tree(num_blocks, size, clock, publishes=publishes)
+    from parrot.engine.core.windows import WindowedTree  # Only models with windows need it.
+
+    hasher = BlockHasher(size) if publishes else None
+    pool = BlockPool(num_blocks, size, KvShares(num_blocks, clock))
+    return WindowedTree(pool, hasher, info.window.num_slots, info.window.num_tokens)
+
+
 class IsolatingRunner:
     """Runs steps, and isolates failures.
 
@@ -522,8 +537,10 @@ class IsolatingRunner:
         # The failed step may have written to these blocks. A copy from one of them would now have
         # another content, and it is unknown whether the step has made it: its target is lost.
         written = plan.written_blocks(block_size)
-        copies = tuple(copy for copy in plan.copies if copy.source not in written)
-        lost = {copy.target for copy in plan.copies if copy.source in written}
+        slots = {slot for block, slot in plan.slot_changes if block in written}
+        is_lost = {c: c.source in written or c.source_slot in slots for c in plan.copies}
+        copies = tuple(copy for copy in plan.copies if not is_lost[copy])
+        lost = {copy.target for copy in plan.copies if is_lost[copy]}
         for sequence in plan.sequences:
             if not lost.isdisjoint(sequence.block_ids):
                 failed = EngineFailed("the engine could not run a step with this request")
@@ -531,7 +548,7 @@ class IsolatingRunner:
                 continue
             sequence = without_drafts(sequence, block_size)
             try:
-                result = self._runner.run(StepPlan((sequence,), copies))
+                result = self._runner.run(StepPlan((sequence,), copies, plan.slot_changes))
             except DeviceLost:
                 raise
             except ParrotError as error:

@@ -215,7 +215,8 @@ class LocalScheduler:
         budgets: NoBudgets | TenantBudgets = NO_BUDGETS,
     ) -> None:
         self._limits = limits = config.scheduler
-        self._max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
+        max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
+        self._max_chunk = min(max_chunk, tree.max_chunk or max_chunk)
         self._tree = tree
         self._policy = POLICIES[limits.policy]
         self.decoding, self._prefilling, self._background = JobQueue(), JobQueue(), JobQueue()
@@ -290,6 +291,7 @@ class LocalScheduler:
         del self._jobs_by_context[job.context]
         self.num_jobs -= 1
         self._budgets.remove(job)
+        self._tree.leave(job.context)
         job.is_admitted = job.is_decoding = False
 
     def mark_decoding(self, job: Job) -> None:
@@ -332,6 +334,7 @@ class LocalScheduler:
             self.decoding.remove(job)
             job.is_decoding = False
             self._prefilling.add(job)
+        self._tree.leave(job.context)
         job.is_admitted = False
 
     def record_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
@@ -434,6 +437,7 @@ class LocalScheduler:
 
         The next block may be loading from CPU memory, or an earlier job of this step computes it.
         In the second case it is published after the step."""
+        self._tree.settle(job.context)
         job.adopt(self._tree)
         if self._tree.next_key(job.context) in self._keys_in_step:
             return True
@@ -454,8 +458,13 @@ class LocalScheduler:
         block each other."""
         context = job.context
         end = len(context.token_ids)
-        while (copies := self._tree.reserve(context, end)) is None:
-            if not self._free_blocks_for(job, self._tree.num_blocks_needed(context, end)):
+        step_end = context.num_computed + num_tokens
+        while (copies := self._tree.reserve(context, end, step_end)) is None:
+            num_blocks = self._tree.num_blocks_needed(context, end)
+            if num_blocks <= self._tree.pool.num_free:
+                if not self._preempt_last(job):
+                    return False
+            elif not self._free_blocks_for(job, num_blocks):
                 return False
         # One missing token may be the last prompt token, which is computed again for its logits.
         if not job.has_begun and context.num_missing > max(1, job.num_counted):
@@ -479,11 +488,10 @@ class LocalScheduler:
         if scheduled is None or scheduled.num_tokens != context.num_missing:
             return 0
         known = len(context.token_ids)
-        num_blocks = len(context.block_ids) + self._tree.pool.num_free
         limits = [
             self._tokens_left,
             self._limits.max_batch_size - num_samples,
-            num_blocks * self._tree.block_size - known,
+            self._tree.max_end(context) - known,
         ]
         if self._limits.max_total_tokens is not None:
             limits.append(self._limits.max_total_tokens - self._context_tokens)
@@ -523,6 +531,21 @@ class LocalScheduler:
         self._drop_from_step(changed)
         return is_enough
 
+    def _preempt_last(self, job: Job) -> bool:
+        """Preempt the last job after `job` whose context holds window slots, which become free.
+
+        Returns False if there is none, or if `job` is a background job."""
+        later = [
+            other
+            for queue in self._queues
+            for other in queue
+            if other.key > job.key and other.context.window
+        ]
+        if not later or job.is_background:
+            return False
+        self._drop_from_step([max(later, key=_KEY).context])
+        return True
+
     def _evict_background(self, num_blocks: int) -> None:
         """Evict KV of background jobs, latest first, until `num_blocks` blocks are free."""
         contexts = [job.context for job in self._background if job.context.block_ids]
@@ -557,7 +580,7 @@ class LocalScheduler:
             copies += scheduled.copies
             num_drafts += len(scheduled.drafts)
         return Step(
-            StepPlan(tuple(sequences), tuple(copies)),
+            StepPlan(tuple(sequences), tuple(copies), self._tree.take_slot_changes()),
             tuple(self._scheduled),
             self._num_decodes,
             num_fill_tokens,

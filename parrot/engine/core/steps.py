@@ -176,11 +176,14 @@ def without_drafts(sequence: SequenceStep, block_size: int) -> SequenceStep:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy-on-write: copy the first `num_tokens` slots of a block before the step."""
+    """A copy-on-write: copy the KV of the first `num_tokens` tokens of a block before the step."""
 
     source: int
     target: int
     num_tokens: int
+    # The window slots of both blocks; -1 in models without windows.
+    source_slot: int = -1
+    target_slot: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +192,8 @@ class StepPlan:
 
     sequences: tuple[SequenceStep, ...]
     copies: tuple[BlockCopy, ...] = ()
+    # Blocks and the window slots that were attached to them since the last plan.
+    slot_changes: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -223,6 +228,17 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowInfo:
+    """A runner's memory for the KV of layers with sliding windows. Without it, blocks have all KV.
+
+    All blocks that a step reads or writes in these layers need a slot."""
+
+    num_slots: int
+    num_tokens: int  # Size of the largest window, in tokens.
+    slot_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerInfo:
     """A runner's limits and costs. Memory is in MiB. With ranks, memory and costs are per rank."""
 
@@ -240,6 +256,7 @@ class RunnerInfo:
     num_ranks: int = 1  # Processes among which the runner is divided.
     device: str = ""  # Name of the device; empty if not known.
     architecture: str = ""  # The model's, as config.json names it; empty if not known.
+    window: WindowInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)

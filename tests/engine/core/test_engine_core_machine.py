@@ -12,7 +12,7 @@ from parrot.engine.config import SimConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import BACKGROUND, EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.steps import RunnerInfo
+from parrot.engine.core.steps import RunnerInfo, WindowInfo
 from parrot.engine.sim import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources
 from parrot.protocol.sampling import SamplingConfig
@@ -42,6 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
     model: ClassVar[Callable[[Sequence[int]], int]] = staticmethod(next_token)
     takes_drafts: ClassVar[bool] = False
     num_host_blocks: ClassVar[int] = 0
+    has_windows: ClassVar[bool] = False
 
     @initialize(
         block_size=st.sampled_from([1, 2, 4]),
@@ -51,9 +52,20 @@ class EngineMachine(RuleBasedStateMachine):
         max_batched=st.sampled_from([2, 5, 64]),
         max_total=st.sampled_from([None, 6, 20]),
         prefix_caching=st.sampled_from([True, True, False]),
+        window=st.integers(1, 9),
+        more_slots=st.integers(0, 12),
     )
     def start(
-        self, block_size, num_blocks, chunk, max_batch, max_batched, max_total, prefix_caching
+        self,
+        block_size,
+        num_blocks,
+        chunk,
+        max_batch,
+        max_batched,
+        max_total,
+        prefix_caching,
+        window,
+        more_slots,
     ):
         if self.takes_drafts:
             num_blocks, max_batch = num_blocks + 14, 3 * max_batch + 5
@@ -75,6 +87,9 @@ class EngineMachine(RuleBasedStateMachine):
             cache_mem=0.0,
             draft_sizes=(2, 4, 8, 64) if self.takes_drafts else (),
             num_host_blocks=self.num_host_blocks,
+            window=WindowInfo(-(-window // block_size) + 5 + more_slots, window)
+            if self.has_windows
+            else None,
         )
         self.limits = (max_batch, max_batched)
         self.runner = self.runner_type(info, self.tokens_of, self.model, **self.faults)
@@ -267,6 +282,20 @@ class FaultyOverlappingDraftingEngineMachine(FaultyDraftingEngineMachine):
     runner_type: ClassVar = LaunchingRunner
 
 
+class WindowedEngineMachine(EngineMachine):
+    """The model has windows, and often too few slots for them."""
+
+    has_windows: ClassVar = True
+
+
+class FaultyOverlappingWindowedEngineMachine(FaultyOverlappingEngineMachine):
+    has_windows: ClassVar = True
+
+
+class OverlappingDraftingWindowedEngineMachine(OverlappingDraftingEngineMachine):
+    has_windows: ClassVar = True
+
+
 def as_test(machine: type[EngineMachine], num_rules: int = 30) -> Any:
     """The test case that runs the machine, `num_rules` rules at a time."""
     case = machine.TestCase
@@ -287,3 +316,6 @@ TestDraftingEngineMachine = as_test(DraftingEngineMachine)
 TestFaultyDraftingEngineMachine = as_test(FaultyDraftingEngineMachine)
 TestOverlappingDraftingEngineMachine = as_test(OverlappingDraftingEngineMachine)
 TestFaultyOverlappingDraftingEngineMachine = as_test(FaultyOverlappingDraftingEngineMachine)
+TestWindowedEngineMachine = as_test(WindowedEngineMachine)
+TestFaultyOverlappingWindowedEngineMachine = as_test(FaultyOverlappingWindowedEngineMachine)
+TestOverlappingDraftingWindowedEngineMachine = as_test(OverlappingDraftingWindowedEngineMachine)

@@ -1,0 +1,101 @@
+"""Contexts of models with windows: what is kept, reused and computed again."""
+
+from parrot.engine.core.steps import WindowInfo
+from parrot.engine.core.windows import WindowedTree
+from tests.support.core_harness import Harness, piece
+
+# Blocks of 4 tokens, and windows of 8.
+TEXT = "abcdefghijklmnopqrstuvwxyzabcdefghijklmn"  # 10 blocks.
+
+
+def harness(num_slots: int, num_blocks: int = 64, **config) -> Harness:
+    return Harness(
+        num_blocks=num_blocks, max_seq_len=200, window=WindowInfo(num_slots, 8), **config
+    )
+
+
+def computed(world: Harness, context_id: int, text: str) -> int:
+    """Fill a context of its own, free it, and return the number of computed tokens."""
+    answer = world.fill(piece(context_id, text))
+    world.run()
+    world.free(context_id)
+    world.core.check_integrity()
+    return answer.response.computed_tokens
+
+
+def slots_of(world: Harness) -> WindowedTree:
+    tree = world.core._tree
+    assert isinstance(tree, WindowedTree)
+    return tree
+
+
+def test_a_running_context_holds_its_window_only() -> None:
+    world = harness(num_slots=9)
+    answer = world.generate(piece(1, TEXT), length=40)
+    most = 0
+    while not answer.has_ended:
+        world.step()
+        most = max(most, slots_of(world).slots.num_held)
+    assert most <= 7
+    assert world.bytes_of(1) == (TEXT + TEXT[14:26] + TEXT[:26] * 2)[:80].encode()
+
+
+def test_a_continued_prompt_finds_the_end_of_the_earlier_one() -> None:
+    """Each prompt needs 3 slots for its end, and 12 more while it runs."""
+    world = harness(num_slots=4 * 3 + 12, num_blocks=64)
+    seats = [chr(97 + i) + TEXT for i in range(4)]
+    for number in range(5):
+        for i, seat in enumerate(seats):
+            text = seat + "+" * (4 * number)
+            missing = computed(world, 10 * number + i, text)
+            assert missing == (len(text) if number == 0 else 5), (number, i)
+
+
+def test_the_first_windows_to_go_are_those_that_all_contexts_have_passed() -> None:
+    world = harness(num_slots=14)
+    assert computed(world, 1, TEXT) == 40
+    assert computed(world, 2, "z" + TEXT[:35]) == 36  # Takes slots that the first has passed.
+    assert computed(world, 3, TEXT + "z") == 1
+    assert computed(world, 4, TEXT[:16] + "zzzz") == 20
+
+
+def test_the_end_of_a_common_prefix_is_kept_after_its_second_use() -> None:
+    world = harness(num_slots=10)
+    found = [computed(world, i, TEXT[:20] + chr(65 + i) * 40) for i in range(8)]
+    assert found == [60, 60, *[40] * 6]
+
+
+def test_a_fork_without_a_window_computes_from_the_last_complete_window() -> None:
+    world = harness(num_slots=12)
+    world.fill(piece(1, TEXT))
+    world.run()
+    world.fill(piece(2, "z" * 32))
+    world.run()
+    answer = world.fill(piece(3, "!", parent=1, length=18))
+    world.run()
+    assert answer.response.computed_tokens == 19
+    answer = world.fill(piece(4, "!", parent=1))
+    world.run()
+    assert answer.response.computed_tokens == 1
+    # The fork at 18 has put its slots to the blocks of its parent.
+    assert slots_of(world).pool.num_used == 10 + 8 + 1 + 1
+    world.core.check_integrity()
+
+
+def test_jobs_share_too_few_slots() -> None:
+    """The last jobs are preempted, and all outputs are right."""
+    world = harness(num_slots=10, scheduler={"max_num_batched_tokens": 16})
+    answers = [world.generate(piece(i, chr(96 + i) * 13), length=30) for i in range(1, 6)]
+    world.run()
+    for number, answer in enumerate(answers, 1):
+        letters = TEXT[number:] + TEXT[26:] * 3
+        assert answer.text == letters[:30], number
+    world.core.check_integrity()
+
+
+def test_a_chunk_never_needs_more_than_all_slots() -> None:
+    world = harness(num_slots=8)
+    answer = world.fill(piece(1, TEXT * 4))
+    world.run()
+    assert answer.response.filled_len == 160
+    assert max(plan.num_tokens for plan in world.runner.plans) == 8
