@@ -2,8 +2,8 @@
 
     python -m benchmark.soak.soak_page --output benchmark/results/page_soak.json
 
-Three tabs stay open: the service, a session's graph, and a value that grows though its program asks
-for it only at the end. In each round a new program runs, and the network between the browser and
+Four tabs stay open: the runs, a run's graph, a value that grows while its program does not read it,
+and the engines. In each round a new program runs, and the network between the browser and
 ServeCore breaks; then an engine is drained in one round and resumed in the next. A round ends when
 every tab shows exactly what the program got, or fails when one does not within 30 s: an update was
 lost. Memory is ServeCore's resident set, and what lives in the page's heap after a collection.
@@ -13,6 +13,7 @@ longest time until the tabs were right after the program's end.
 
 import argparse
 import asyncio
+import re
 import shutil
 import statistics
 import time
@@ -91,7 +92,7 @@ class Soak:
 
     async def round(self) -> None:
         """Raises what Chromium says when a tab does not get to show what is true."""
-        service, graph, value = self.tabs
+        runs, graph, value, engines = self.tabs
         scope = await self.http.request("POST", "/v1/session", body={"apps": ["soak"]})
         names = [f"s{n}" for n in range(WIDTH)]
         calls = [_call("part", f"Summarize part {n}: ", name) for n, name in enumerate(names)]
@@ -105,15 +106,15 @@ class Soak:
         joined = asyncio.create_task(self._read(answer["variables"]["joined"], scope))
         await value.locator("pre.value", has_text=" ").wait_for(timeout=1e3 * _PATIENCE_S)
         self.num_cut += self.breaks.cut()
-        await self._drain(service)
+        await self._drain(engines)
         await joined
         ended = time.monotonic()
         text = await self._read(watched, scope)
         await _wait(graph, "s => document.querySelectorAll('.node.done').length == s", 2)
         await _wait(value, "s => document.querySelector('pre.value')?.textContent == s", text)
-        done = f"{WIDTH + 1} of {WIDTH + 1}"
-        row = service.locator("tr", has=service.locator(f"a[href='#/run/{session}']"))
-        await row.filter(has_text=done).wait_for(timeout=1e3 * _PATIENCE_S)
+        row = runs.locator("tr", has=runs.locator(f"a[href='#/run/{session}']"))
+        done = row.locator("td", has_text=re.compile(rf"^{WIDTH + 1} calls$"))
+        await done.wait_for(timeout=1e3 * _PATIENCE_S)
         self.longest_s = max(self.longest_s, time.monotonic() - ended)
         await self.http.request("DELETE", f"/v1/session/{session}", bearer=scope["session_auth"])
         await row.filter(has_text="finished").wait_for(timeout=1e3 * _PATIENCE_S)
@@ -126,15 +127,15 @@ class Soak:
         content: str = answer["content"]
         return content
 
-    async def _drain(self, service: Page) -> None:
+    async def _drain(self, engines: Page) -> None:
         """Drain the first engine, or resume it."""
         is_resumed = self.num_rounds % 2 == 1
         wanted, state = ("Resume", "serving") if is_resumed else ("Drain\u2026", "drain")
-        row = service.locator("[aria-label=Engines] tbody tr").first
-        await service.get_by_role("button", name=wanted).first.click()
+        card = engines.locator("article").first
+        await card.get_by_role("button", name=wanted).click()
         if not is_resumed:  # The page asks first.
-            await service.get_by_role("button", name="Drain", exact=True).click()
-        await row.locator(".state", has_text=state).wait_for(timeout=1e3 * _PATIENCE_S)
+            await engines.locator("dialog[open] button.main").click()
+        await card.locator(".pill", has_text=state).wait_for(timeout=1e3 * _PATIENCE_S)
 
     async def memory(self) -> dict[str, float]:
         """MiB."""
@@ -177,9 +178,12 @@ async def opened(cluster: Cluster, browser: Browser) -> AsyncIterator[Soak]:
         wire = await stack.enter_async_context(await asyncio.start_server(breaks.join, "127.0.0.1"))
         url = f"http://127.0.0.1:{wire.sockets[0].getsockname()[1]}"
         http = await stack.enter_async_context(HttpClient(cluster.core_url))
-        context = await browser.new_context()
-        stack.push_async_callback(context.close)
-        soak = Soak(cluster, http, breaks, url, [await context.new_page() for _ in range(3)])
+        tabs = []
+        for _ in range(4):  # A browser has six connections to a server, so each has its own.
+            context = await browser.new_context()
+            stack.push_async_callback(context.close)
+            tabs.append(await context.new_page())
+        soak = Soak(cluster, http, breaks, url, tabs)
 
         def heard(message: ConsoleMessage) -> None:
             if message.type == "error" and "Failed to load resource" not in message.text:
@@ -190,6 +194,7 @@ async def opened(cluster: Cluster, browser: Browser) -> AsyncIterator[Soak]:
             tab.on("pageerror", lambda error: soak.errors.append(str(error)))
             await tab.goto(f"{url}/ui/#key={page_key(cluster.cluster_token)}")
             await tab.wait_for_selector("header")
+        await tabs[-1].goto(f"{url}/ui/#/engines")
         yield soak
 
 

@@ -8,7 +8,7 @@ from tests.support.programs import program
 
 ROOT = Path(__file__).parents[2]
 STATIC = ROOT / "parrot/gateway/page/static"
-_MAX_GZIP = 150_000  # bytes
+_MAX_GZIP = 60_000  # bytes
 
 
 def test_the_committed_files_are_what_the_sources_give(tmp_path: Path) -> None:

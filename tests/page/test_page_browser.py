@@ -185,7 +185,7 @@ async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> N
 async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visit) -> None:
     await visit.page.goto(f"{visit.url}/ui/")
     await visit.page.fill("#key", "wrong")
-    await visit.page.click("text=Sign in")
+    await visit.page.click("button >> text=Sign in")
     await visit.wait_text("[role=alert]", "not the key")
     assert {e for e in visit.errors if "401" not in e} == set()
     visit.errors.clear()
@@ -203,17 +203,19 @@ async def test_runs_are_ended_and_calls_stopped_after_a_question(visit: Visit) -
     await visit.site.started(1)
     await visit.open(f"session/{scope['session_id']}/{output}")
     await visit.page.click("text=Stop this call")
-    await visit.page.click("dialog[open] >> text=Cancel")
+    await visit.page.click("dialog[open] >> text=Keep it running")
     assert await visit.page.locator(".node.running").count() == 1
     await visit.page.click("text=Stop this call")
     await visit.page.click("dialog[open] >> text=Stop the call")
     await visit.wait_text(".node.cancelled", "")
     await visit.wait_text("aside", "Was stopped")
     assert (await read)[0] == 499
+    await visit.page.click("text=End run")
+    focused = await visit.page.evaluate("document.activeElement.textContent")
+    assert focused == "Keep it running"
+    await visit.page.click("dialog[open] >> button.main")
     await visit.page.click("nav >> text=Runs")
-    await visit.page.click("td >> text=End\u2026")
-    await visit.page.click("dialog[open] >> text=End the run")
-    await visit.wait_text("td .state", "cancelled")
+    await visit.wait_text("td", "cancelled")
 
 
 async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
@@ -226,7 +228,7 @@ async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
     unread = await visit.site.call(scope, "unread", output)
     await visit.site.send("DELETE", f"/v1/session/{scope['session_id']}", params=scope)
     await visit.open()
-    await visit.wait_text("td .state", "finished")
+    await visit.wait_text("td", "finished")
     await visit.page.click("text=newsletter")
     await visit.page.locator(".node.done").click()
     await visit.wait_text("pre.value", "All the news")
@@ -235,12 +237,11 @@ async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
     await visit.wait_text("aside", "Did not run: no reader needed its output.")
     assert await visit.page.locator("text=Stop this call").count() == 0
     assert unread in await visit.page.evaluate("location.hash")
-    await visit.page.click("nav >> text=Runs")
-    await visit.page.click("td >> text=Delete\u2026")
+    await visit.page.click("text=Delete\u2026")
     focused = await visit.page.evaluate("document.activeElement.textContent")
-    assert focused == "Cancel"
-    await visit.page.click("dialog[open] >> text=Delete the run")
-    await visit.wait_text("p", "There is no run yet")
+    assert focused == "Keep it"
+    await visit.page.click("dialog[open] >> button.main")
+    await visit.wait_text("h2", "There is no run yet")
 
 
 async def test_an_unknown_run_or_page_says_so(visit: Visit) -> None:
@@ -269,10 +270,10 @@ async def test_a_failed_call_does_not_wait_for_an_input(visit: Visit) -> None:
 async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> None:
     await visit.site.join()
     await visit.open("playground")
-    await visit.wait_text(".code", "P.semantic_function")
-    source = await visit.page.locator(".code").text_content()
+    await visit.wait_text(".code pre", "P.semantic_function")
+    source = await visit.page.locator(".code pre").text_content()
     compile(source or "", "playground.py", "exec")
-    await visit.page.click("button.main")
+    await visit.page.click("form button.main")
     await visit.site.started(1)
     visit.site.engine.stream(visit.site.engine.held[0], "monkeys,")
     await visit.wait_text("pre.value", "monkeys,")
@@ -280,22 +281,22 @@ async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> N
     await visit.wait_text("pre.value", "monkeys, parrots and frogs")
     await visit.answer("the parrot")
     await visit.wait_text("pre.value", "the parrot")
-    await visit.page.click("text=as a graph")
-    await visit.wait_text(".node.done", "make_choice")
+    await visit.page.click("text=Open as a run")
+    await visit.wait_text(".node.done", "fact")
 
 
 async def test_engines_show_what_their_servers_do_for_others(visit: Visit) -> None:
     inside = {"Authorization": f"Bearer {TOKEN}"}
     await visit.site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
-    await visit.open()
-    await visit.wait_text("td", "e0")
-    assert await visit.page.locator("th", has_text="server").count() == 0
+    await visit.open("engines")
+    await visit.wait_text("article", "e0")
+    assert await visit.page.locator("h3", has_text="server").count() == 0
     load = {"num_running": 6, "num_waiting": 2, "num_others": 4, "kv_usage": 0.4}
     info = {"server_load": load}
     beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": info}
     await visit.site.post("/engine_heartbeat", beat, headers=inside)
-    for text in ("6 running, 2 waiting", "4 of others", "40%", "20% by others"):
-        await visit.wait_text("td", text)
+    for text in ("6 running, 2 waiting", "4 of other clients", "20 % of its KV", "40 %"):
+        await visit.wait_text("article", text)
 
 
 async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
@@ -309,17 +310,17 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     assert isinstance(completion, Completion)
     events.emit(CompletionRetried, completion, ATTACKS[0])
     await visit.open("events")
-    await visit.wait_text("td", "engine joined")
-    shown = await visit.page.locator("tbody tr").first.locator(".words").inner_text()
+    await visit.wait_text(".kind", "Engine joined")
+    shown = await visit.page.locator(".events li").first.locator(".txt").inner_text()
     assert shown == f"{completion.func_name}: {ATTACKS[0]}"
-    await visit.page.click(f"td a >> text={scope['session_id']}")
+    await visit.page.click("text=Open the call")
     await visit.wait_text("aside h2", "out")
     read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
     await visit.site.join()
     await visit.answer("done")
     await read
     await visit.page.click("nav >> text=Tenants")
-    await visit.wait_text(".hint", "Completed calls")
+    await visit.wait_text("p", "Completed calls")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -332,8 +333,7 @@ async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
     views = ["", session, "placement", "tenants", "events", "playground"]
     for view in views:
         await visit.page.goto(f"{visit.url}/ui/#/{view}")
-        has_text = view in (session, "playground")
-        await visit.page.wait_for_selector("pre" if has_text else "main h2")
+        await visit.page.wait_for_selector("main h1, aside h2")
         result = await Axe().run(visit.page)
         serious = [
             (found["id"], [node["html"][:120] for node in found["nodes"]])

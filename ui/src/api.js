@@ -1,7 +1,10 @@
-// How the page talks to ServeCore: requests, and feeds of rows that follow what changes.
-import { useEffect, useRef, useState } from "preact/hooks";
+// Requests to ServeCore, and feeds of rows that follow every change.
+import { useEffect, useState } from "preact/hooks";
 
-const RETRY_MS = 1000;
+const FIRST_RETRY_MS = 1000;
+const MAX_RETRY_MS = 8000;
+const HIDDEN_MS = 5000; // A hidden page closes its feeds: a browser has six connections to a server.
+const MAX_SKEW_S = 2; // The clocks of browser and server may differ by this without a correction.
 
 export class Failure extends Error {
   constructor(status, message) {
@@ -10,23 +13,27 @@ export class Failure extends Error {
   }
 }
 
-async function request(path, options) {
-  const response = await fetch(path, options);
+let skew = 0; // seconds that the server's clock is ahead
+
+/** The server's Unix time. */
+export const serverNow = () => Date.now() / 1000 + skew;
+
+async function failureOf(response) {
   const payload = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Failure(response.status, payload.error?.message ?? response.statusText);
-  return payload;
+  return new Failure(response.status, payload.error?.message ?? response.statusText);
 }
 
-/** Resolve if the feed can be opened. An EventSource does not tell why it failed. */
-async function check(path) {
-  const stop = new AbortController();
-  const response = await fetch(`api/${path}`, { signal: stop.signal });
-  if (!response.ok) {
-    const payload = await response.json().catch(() => ({}));
-    throw new Failure(response.status, payload.error?.message ?? response.statusText);
-  }
-  stop.abort();
+async function answerOf(path, options) {
+  const response = await fetch(path, options).catch(() => {
+    throw new Failure(0, `No answer from ${location.host}.`);
+  });
+  const ahead = Date.parse(response.headers.get("date") ?? "") / 1000 + 0.5 - Date.now() / 1000;
+  if (!Number.isNaN(ahead)) skew = Math.abs(ahead) > MAX_SKEW_S ? ahead : 0;
+  if (!response.ok) throw await failureOf(response);
+  return response;
 }
+
+const request = async (path, options) => (await answerOf(path, options)).json().catch(() => ({}));
 
 /** Ask an endpoint of the page. */
 export const get = (path) => request(`api/${path}`);
@@ -40,94 +47,143 @@ export const postTo = (path, body) =>
     body: JSON.stringify(body),
   });
 
-/** [who looks, set it]: undefined while that is not known, null for nobody. */
+/** Resolve if the feed can be opened. An EventSource does not tell why it failed. */
+async function check(path) {
+  const stop = new AbortController();
+  await answerOf(`api/${path}`, { signal: stop.signal });
+  stop.abort();
+}
+
+/** The rows of a feed as they are now, without following it. */
+export async function readOnce(path) {
+  const stop = new AbortController();
+  const response = await answerOf(`api/${path}`, { signal: stop.signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    text += value ?? "";
+    const end = text.indexOf("\n\n");
+    if (end >= 0) {
+      stop.abort();
+      const data = text.slice(0, end).split("\n").find((line) => line.startsWith("data: "));
+      const event = JSON.parse(data.slice(6));
+      if (event.error) throw new Failure(response.status, event.error.message);
+      return new Map(Object.entries(event.rows));
+    }
+    if (done) throw new Failure(0, "the connection broke");
+  }
+}
+
+/** [visitor, set it]: undefined while it is unknown, null without a valid key. */
 export function useVisitor() {
   const [visitor, setVisitor] = useState();
   useEffect(() => {
-    const enter = (known) => known.then(setVisitor, () => setVisitor(null));
+    let timer;
+    const enter = (known) =>
+      known.then(setVisitor, (failure) => {
+        if (failure.status) setVisitor(null);
+        else timer = setTimeout(() => enter(get("me")), FIRST_RETRY_MS);
+      });
     const withKey = () => {
       const [, key] = location.hash.match(/^#key=(.*)$/) ?? [];
       if (key === undefined) return false;
-      history.replaceState(null, "", location.pathname); // it is not to be kept
+      history.replaceState(null, "", location.pathname); // The key must not stay in the address.
       enter(post("enter", { key }));
       return true;
     };
     if (!withKey()) enter(get("me"));
     addEventListener("hashchange", withKey);
-    return () => removeEventListener("hashchange", withKey);
+    return () => {
+      clearTimeout(timer);
+      removeEventListener("hashchange", withKey);
+    };
   }, []);
   return [visitor, setVisitor];
 }
 
+const NO_ROWS = { rows: new Map(), error: null, status: 0, isLive: false, lostAt: null, retryAt: null };
+
 /**
- * Rows of a feed by their keys, kept up to date until the component goes. After a break it goes on
- * from the last version that it has. `error` is why the feed has ended for good, if it has.
+ * Rows of a feed by their keys, kept up to date until the component goes. After a break it continues
+ * from the last version. `error`: why the feed has ended for good. `lostAt`, `retryAt`: Unix times of
+ * a lost connection and of the next attempt; `retry` makes it now. No path: no feed.
  */
 export function useFeed(path) {
-  const [state, setState] = useState({ rows: new Map(), error: null, isLive: false });
+  const [state, setState] = useState(NO_ROWS);
   useEffect(() => {
-    let source, timer, version;
-    let rows = new Map();
-    const apply = (event) => {
-      const changes = JSON.parse(event.data);
-      rows = changes.whole ? new Map() : new Map(rows);
-      for (const key of changes.gone) rows.delete(key);
-      for (const [key, row] of Object.entries(changes.rows)) rows.set(key, row);
-      version = changes.version;
-      setState({ rows, error: null, isLive: true });
-    };
-    const fail = (event) => {
-      source.close();
-      if (event.data !== undefined) {
-        setState({ rows, error: JSON.parse(event.data).error.message, isLive: false });
-        return;
-      }
-      setState({ rows, error: null, isLive: false });
-      timer = setTimeout(() => check(path).then(connect, retry), RETRY_MS);
-    };
-    const retry = (failure) => {
-      if (failure.status === 401) location.reload();
-      else if (failure.status === 404) setState({ rows, error: failure.message, isLive: false });
-      else timer = setTimeout(() => check(path).then(connect, retry), RETRY_MS);
-    };
-    const connect = () => {
-      const since = version === undefined ? "" : `?since=${encodeURIComponent(version)}`;
-      source = new EventSource(`api/${path}${since}`);
-      source.addEventListener("changes", apply);
-      source.addEventListener("error", fail);
-    };
-    connect();
-    return () => {
-      clearTimeout(timer);
-      source.close();
-    };
+    setState(NO_ROWS);
+    if (!path) return undefined;
+    return follow(path, setState);
   }, [path]);
   return state;
 }
 
-/** The text of a variable as it is generated, from a session of the page's own. */
-export function useStream(url) {
-  const [state, setState] = useState({ text: "", isDone: false, error: null });
-  const text = useRef("");
-  useEffect(() => {
-    text.current = "";
-    setState({ text: "", isDone: false, error: null });
-    if (!url) return undefined;
-    const source = new EventSource(url);
-    source.addEventListener("delta", (event) => {
-      text.current += JSON.parse(event.data).text;
-      setState({ text: text.current, isDone: false, error: null });
-    });
-    source.addEventListener("done", (event) => {
-      source.close();
-      setState({ text: JSON.parse(event.data).content, isDone: true, error: null });
-    });
-    source.addEventListener("error", (event) => {
-      source.close();
-      const error = event.data ? JSON.parse(event.data).error.message : "the connection broke";
-      setState({ text: text.current, isDone: true, error });
-    });
-    return () => source.close();
-  }, [url]);
-  return state;
+function follow(path, setState) {
+  let source, timer, hiding, version, lostAt;
+  let rows = new Map();
+  let pause = FIRST_RETRY_MS;
+  let isOver = false;
+  const show = (fields) => setState({ ...NO_ROWS, rows, ...fields });
+  const apply = (event) => {
+    const changes = JSON.parse(event.data);
+    rows = changes.whole ? new Map() : new Map(rows);
+    for (const key of changes.gone) rows.delete(key);
+    for (const [key, row] of Object.entries(changes.rows)) rows.set(key, row);
+    version = changes.version;
+    lostAt = undefined;
+    pause = FIRST_RETRY_MS;
+    show({ isLive: true });
+  };
+  const end = (status, message) => {
+    isOver = true;
+    show({ error: message, status });
+  };
+  const lose = () => {
+    lostAt ??= Date.now() / 1000;
+    const retry = () => {
+      clearTimeout(timer);
+      check(path).then(connect, refuse);
+    };
+    timer = setTimeout(retry, pause);
+    show({ lostAt, retryAt: Date.now() / 1000 + pause / 1000, retry });
+    pause = Math.min(2 * pause, MAX_RETRY_MS);
+  };
+  const fail = (event) => {
+    source.close();
+    if (event.data !== undefined) end(0, JSON.parse(event.data).error.message);
+    else lose();
+  };
+  const refuse = (failure) => {
+    if (failure.status === 401) location.reload();
+    else if (failure.status === 403 || failure.status === 404) end(failure.status, failure.message);
+    else lose();
+  };
+  const connect = () => {
+    const since = version === undefined ? "" : `?since=${encodeURIComponent(version)}`;
+    source = new EventSource(`api/${path}${since}`);
+    source.addEventListener("changes", apply);
+    source.addEventListener("error", fail);
+    source.addEventListener("open", () => version !== undefined && show({ isLive: true }));
+  };
+  const disconnect = () => {
+    clearTimeout(timer);
+    source?.close();
+  };
+  const hide = () => {
+    clearTimeout(hiding);
+    if (document.hidden) hiding = setTimeout(disconnect, HIDDEN_MS);
+    else if (!isOver && source.readyState === EventSource.CLOSED) connect();
+  };
+  connect();
+  document.addEventListener("visibilitychange", hide);
+  return () => {
+    isOver = true;
+    clearTimeout(hiding);
+    document.removeEventListener("visibilitychange", hide);
+    disconnect();
+  };
 }
+
+export const rowsOf = (rows, kind) =>
+  [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([key, row]) => ({ ...row, key: key.slice(kind.length + 1) }));

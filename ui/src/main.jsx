@@ -1,90 +1,161 @@
-// The page: who looks, and which view of the service the address names.
+// The page: sign-in, the rail of places, and the view that the address names.
 import { render } from "preact";
-import { useEffect, useState } from "preact/hooks";
-import { post, useVisitor } from "./api.js";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { post, readOnce, useVisitor } from "./api.js";
+import { Engines } from "./engines.jsx";
 import { Events } from "./events.jsx";
-import { Overview } from "./overview.jsx";
-import { Placement } from "./placement.jsx";
+import { Bird, Icon } from "./icons.jsx";
+import { Toast } from "./parts.jsx";
 import { Playground } from "./playground.jsx";
-import { SessionView } from "./session.jsx";
-import { Usage } from "./usage.jsx";
-import "./style.css";
+import { useRoute, useTitle } from "./route.js";
+import { Run } from "./session.jsx";
+import { Runs } from "./runs.jsx";
+import { hasUnread } from "./severity.js";
+import { Tenants } from "./tenants.jsx";
+import "./style/tokens.css";
+import "./style/base.css";
+import "./style/shell.css";
+import "./style/controls.css";
+import "./style/runs.css";
+import "./style/run.css";
+import "./style/panel.css";
+import "./style/engines.css";
+import "./style/playground.css";
+import "./style/lists.css";
+import "./style/states.css";
+import "./style/narrow.css";
 
-/** The parts of the address behind `#/`; none while a key is there. */
-function useRoute() {
-  const parts = () => (location.hash.startsWith("#/") ? location.hash.slice(2).split("/").filter(Boolean) : []);
-  const [route, setRoute] = useState(parts);
-  useEffect(() => {
-    const follow = () => setRoute(parts());
-    addEventListener("hashchange", follow);
-    return () => removeEventListener("hashchange", follow);
-  }, []);
-  return route;
-}
+const PLACES = [
+  ["", "Runs", "runs"],
+  ["playground", "Playground", "play"],
+  ["engines", "Engines", "engines"],
+  ["tenants", "Tenants", "tenants"],
+  ["events", "Events", "events"],
+];
+const ALIASES = { session: "run", placement: "engines" };
+const PARENTS = { run: "" };
 
 function Page() {
   const [visitor, enter] = useVisitor();
-  const [view, ...args] = useRoute();
+  const { parts, query } = useRoute();
+  const [named = "", ...args] = parts;
+  const view = ALIASES[named] ?? named;
+  const main = useRef(null);
+  const last = useRef(view);
+  useEffect(() => {
+    if (last.current === view) return;
+    last.current = view;
+    scrollTo(0, 0);
+    main.current?.focus({ preventScroll: true });
+  }, [view]);
   if (visitor === undefined) return null;
   if (visitor === null) return <Entry enter={enter} />;
   return (
     <>
-      <header>
-        <a class="brand" href="#/">
-          Parrot
-        </a>
-        <nav aria-label="Views">
-          <a href="#/" aria-current={view === undefined ? "page" : undefined}>
-            Runs
-          </a>
-          {["Placement", "Tenants", "Events", "Playground"].map((name) => (
-            <a
-              key={name}
-              href={`#/${name.toLowerCase()}`}
-              aria-current={view === name.toLowerCase() ? "page" : undefined}
-            >
-              {name}
-            </a>
-          ))}
-        </nav>
-        <span class="visitor">
-          {visitor.tenant === null ? "Operator" : `Tenant ${visitor.tenant}`}
-          <button class="quiet" onClick={() => post("leave").then(() => enter(null))}>
-            Sign out
-          </button>
-        </span>
-      </header>
-      <main>
-        {view === undefined ? (
-          <Overview isOperator={visitor.tenant === null} />
-        ) : view === "run" || view === "session" ? (
-          <SessionView key={args[0]} id={args[0]} shown={args[1]} />
-        ) : view === "placement" ? (
-          <Placement />
-        ) : view === "tenants" ? (
-          <Usage />
-        ) : view === "events" ? (
-          <Events />
-        ) : view === "playground" ? (
-          <Playground />
-        ) : (
-          <NoSuchPage />
-        )}
+      <a
+        class="skip"
+        href="#main"
+        onClick={(event) => {
+          event.preventDefault();
+          main.current.focus();
+        }}
+      >
+        Skip to content
+      </a>
+      <Rail place={PARENTS[view] ?? view} visitor={visitor} leave={() => post("leave").then(() => enter(null))} />
+      <main id="main" tabindex="-1" ref={main}>
+        <View view={view} args={args} query={query} visitor={visitor} />
       </main>
+      <Toast />
     </>
   );
 }
 
-const NoSuchPage = () => (
-  <section>
-    <h1>There is no such page</h1>
-    <p>
-      <a href="#/">All runs</a>
-    </p>
-  </section>
-);
+function View({ view, args, query, visitor }) {
+  switch (view) {
+    case "":
+      return <Runs query={query} />;
+    case "run":
+      return <Run key={args[0]} id={args[0]} shown={args[1]} visitor={visitor} />;
+    case "playground":
+      return <Playground visitor={visitor} />;
+    case "engines":
+      return <Engines isOperator={visitor.tenant === null} />;
+    case "tenants":
+      return <Tenants visitor={visitor} />;
+    case "events":
+      return <Events isOperator={visitor.tenant === null} query={query} />;
+    default:
+      return <NoSuchPage />;
+  }
+}
+
+function Rail({ place, visitor, leave }) {
+  const isUnread = useUnread(place);
+  return (
+    <header class="rail">
+      <a class="brand" href="#/" aria-label="Parrot: all runs">
+        <Bird />
+      </a>
+      <nav aria-label="Places">
+        {PLACES.map(([path, name, icon]) => (
+          <a key={path} class="place" href={`#/${path}`} aria-current={place === path ? "page" : undefined}>
+            <Icon name={icon} />
+            {name}
+            {path === "events" && isUnread && (
+              <>
+                <span class="pip" />
+                <span class="sr">, a serious one is new</span>
+              </>
+            )}
+          </a>
+        ))}
+      </nav>
+      <button
+        class="place who"
+        type="button"
+        title={visitor.tenant === null ? "Signed in as operator" : `Signed in as tenant ${visitor.tenant}`}
+        onClick={leave}
+      >
+        <Icon name="out" />
+        Sign out
+      </button>
+    </header>
+  );
+}
+
+/** Whether a serious event is newer than the last visit to the events; asked at each change of place. */
+function useUnread(place) {
+  const [isUnread, setUnread] = useState(false);
+  useEffect(() => {
+    if (place === "events") return setUnread(false);
+    let isOver = false;
+    readOnce("events").then(
+      (rows) => isOver || setUnread(hasUnread(rows)),
+      () => {},
+    );
+    return () => {
+      isOver = true;
+    };
+  }, [place]);
+  return isUnread;
+}
+
+function NoSuchPage() {
+  useTitle("Not found");
+  return (
+    <div class="empty">
+      <h1>There is no such page</h1>
+      <p>The address may be mistyped.</p>
+      <a class="btn main" href="#/">
+        All runs
+      </a>
+    </div>
+  );
+}
 
 function Entry({ enter }) {
+  useTitle("Sign in");
   const [key, setKey] = useState("");
   const [error, setError] = useState("");
   const submit = (event) => {
@@ -93,24 +164,45 @@ function Entry({ enter }) {
   };
   return (
     <main class="entry">
-      <h1>Parrot</h1>
-      <form onSubmit={submit}>
-        <label for="key">Page key or API key</label>
-        <input
-          id="key"
-          type="password"
-          autocomplete="current-password"
-          value={key}
-          onInput={(event) => setKey(event.target.value)}
-        />
-        <button>Sign in</button>
-        <p role="alert">{error}</p>
-      </form>
-      <p class="hint">
-        Run <code>parrot page</code> on the server's machine to get an address with the key.
-      </p>
+      <div class="empty">
+        <Bird />
+        <h1>Sign in to Parrot</h1>
+        <p>
+          <code>parrot page</code> on the server's machine prints an address with the page's key, which shows all
+          runs. An API key shows the runs of its tenant.
+        </p>
+        <form onSubmit={submit}>
+          <label for="key" class="sr">
+            Page key or API key
+          </label>
+          <p class="acts">
+            <input
+              id="key"
+              class="field"
+              type="password"
+              placeholder="Page key or API key"
+              autocomplete="current-password"
+              value={key}
+              onInput={(event) => setKey(event.target.value)}
+            />
+            <button class="btn main">Sign in</button>
+          </p>
+          <p class="st failed" role="alert">
+            {error}
+          </p>
+        </form>
+      </div>
     </main>
   );
 }
 
-render(<Page />, document.body);
+addEventListener("keydown", (event) => {
+  if (event.key !== "/" || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.closest?.("input, textarea, select")) return;
+  const search = document.querySelector("input[type=search]");
+  if (!search) return;
+  event.preventDefault();
+  search.focus();
+});
+
+render(<Page />, document.getElementById("app"));

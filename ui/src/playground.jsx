@@ -1,172 +1,226 @@
-// Write a call, or a small graph of them, run it, watch it, and take it away as code.
-import { useState } from "preact/hooks";
-import { post, postTo, useStream } from "./api.js";
-import { asCurl, asOpenAI, asPFunc, graphRequest, problem, readProgram } from "./program.js";
+// Write a call, or several that read each other's outputs, run them, and copy them as code.
+import { useEffect, useRef, useState } from "preact/hooks";
+import { post, postTo, readOnce, rowsOf } from "./api.js";
+import { Code } from "./code.jsx";
+import { EXAMPLES, SETTINGS, keepDraft, readDraft } from "./draft.js";
+import { plural } from "./format.js";
+import { Icon } from "./icons.jsx";
+import { graphRequest, problem, readProgram } from "./program.js";
+import { Results } from "./results.jsx";
+import { useTitle } from "./route.js";
 
-const EXAMPLE = [
-  { template: "A list of three animals that live in {{place}}: {{animals}}", maxTokens: 40, temperature: 0 },
-  { template: "{{animals}}\nThe most surprising of these is {{choice}}", maxTokens: 40, temperature: 0 },
-];
-
-const FORMS = { PFunc: asPFunc, curl: asCurl, OpenAI: asOpenAI };
+const [FIRST] = Object.keys(EXAMPLES);
+const draftOf = (example) => ({ calls: EXAMPLES[example].calls, values: EXAMPLES[example].values, settings: SETTINGS, example });
 
 export function Playground() {
-  const [calls, setCalls] = useState(EXAMPLE);
-  const [values, setValues] = useState({ place: "the rain forest" });
+  useTitle("Playground");
+  const [draft, setDraft] = useState(() => readDraft() ?? draftOf(FIRST));
   const [run, setRun] = useState(null);
   const [error, setError] = useState(null);
-  const program = readProgram(calls);
+  const [isStarting, setStarting] = useState(false);
+  const models = useModels();
+  const results = useRef(null);
+  const { calls, values, settings } = draft;
+  const program = readProgram(calls, settings);
   const wrong = problem(program);
-  const change = (i, fields) => setCalls(calls.map((call, j) => (i === j ? { ...call, ...fields } : call)));
+  const change = (fields) => {
+    if (fields.example) setRun(null);
+    const changed = { ...draft, ...fields };
+    setDraft(changed);
+    keepDraft(changed);
+  };
   const start = async () => {
+    if (wrong || isStarting) return;
+    setStarting(true);
     setError(null);
-    setRun(null);
     try {
       const session = await post("sessions");
       const answer = await postTo("../v1/semantic_graph", { ...session, ...graphRequest(program, values) });
-      setRun({ session, variables: answer.variables, outputs: program.calls.map((call) => call.output) });
+      setRun({ session, variables: answer.variables, outputs: program.calls.map((call) => call.name) });
+      results.current?.scrollIntoView({ behavior: "smooth", block: "nearest" });
     } catch (failure) {
       setError(failure.message);
     }
+    setStarting(false);
   };
+  const latest = useRef(start);
+  latest.current = start;
+  useEffect(() => {
+    const press = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && latest.current();
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+  const setCall = (i, fields) => change({ calls: calls.map((call, j) => (i === j ? { ...call, ...fields } : call)) });
   return (
-    <>
-      <h1>Playground</h1>
-      <p class="hint">
-        The model generates the last {"{{name}}"} of a prompt. Use that name in a later prompt to pass the
-        result on.
+    <div class="screen">
+      <div class="head">
+        <h1>Playground</h1>
+        <label>
+          <span class="sr">Example</span>
+          <select class="field" value={draft.example ?? ""} onChange={(event) => event.target.value && change(draftOf(event.target.value))}>
+            {!draft.example && <option value="">{draft.title ?? "Your own program"}</option>}
+            {Object.keys(EXAMPLES).map((name) => (
+              <option key={name} value={name}>
+                Example: {name}
+              </option>
+            ))}
+          </select>
+        </label>
+      </div>
+      <Settings settings={settings} models={models} change={(fields) => change({ settings: { ...settings, ...fields } })}>
+        <button class="btn main" type="button" disabled={Boolean(wrong) || isStarting} onClick={start}>
+          <Icon name="play" />
+          Run <kbd class="only-wide">Ctrl ↵</kbd>
+        </button>
+      </Settings>
+      <p class="st failed wrong" role="alert">
+        {wrong ?? error}
       </p>
-      <div class="split">
-        <div class="views">
-          {program.calls.map((call, i) => (
-            <CallEditor key={i} {...{ call, i, change }} remove={calls.length > 1 && (() => setCalls(calls.filter((_, j) => j !== i)))} />
+      <div class="play">
+        <div>
+          {program.inputs.length > 0 && (
+            <section class="card call" aria-label="Inputs">
+              <header>
+                <h2>Inputs</h2>
+              </header>
+              {program.inputs.map((name) => (
+                <label class="msg" key={name}>
+                  <b>
+                    <span class="ph">{name}</span>
+                  </b>
+                  <textarea rows="1" value={values[name] ?? ""} onInput={(event) => change({ values: { ...values, [name]: event.target.value } })} />
+                </label>
+              ))}
+            </section>
+          )}
+          {calls.map((call, i) => (
+            <CallEditor
+              key={i}
+              number={i + 1}
+              call={call}
+              takes={program.calls.find((other) => other.name === call.name)?.takes ?? []}
+              isChat={settings.chat}
+              change={(fields) => setCall(i, fields)}
+              remove={calls.length > 1 ? () => change({ calls: calls.filter((_, j) => j !== i), example: undefined }) : null}
+            />
           ))}
-          <button onClick={() => setCalls([...calls, { template: "", maxTokens: 40, temperature: 0 }])}>
+          <button class="btn small" type="button" onClick={() => change({ calls: [...calls, { name: freeName(calls), system: "", prompt: "" }], example: undefined })}>
             Add a call
           </button>
-          <section>
-            <h2>Inputs</h2>
-            {program.inputs.map((name) => (
-              <label key={name}>
-                {name}
-                <textarea
-                  rows="2"
-                  value={values[name] ?? ""}
-                  onInput={(event) => setValues({ ...values, [name]: event.target.value })}
-                />
-              </label>
-            ))}
-          </section>
-          <button class="main" disabled={Boolean(wrong)} onClick={start}>
-            Run
-          </button>
-          <p role="alert">{wrong ?? error}</p>
+          <p class="faint note">
+            A name in double braces is the output of the call with this name, or an input.
+          </p>
         </div>
-        <aside aria-label="Results">
-          {run && <Results run={run} />}
-          {!wrong && <Code program={program} values={values} />}
-        </aside>
+        <div ref={results}>
+          <Results key={run?.session.session_id} run={run} outputs={program.calls.map((call) => call.name)} />
+          {!wrong && <Code program={program} values={values} models={models} />}
+        </div>
       </div>
-    </>
+    </div>
   );
 }
 
-function CallEditor({ call, i, change, remove }) {
+/** The models that the service has. */
+function useModels() {
+  const [models, setModels] = useState([]);
+  useEffect(() => {
+    let isOver = false;
+    readOnce("overview").then(
+      (rows) => isOver || setModels([...new Set([...(rows.get("service")?.models ?? []), ...rowsOf(rows, "engine").map((engine) => engine.model)])]),
+      () => {},
+    );
+    return () => {
+      isOver = true;
+    };
+  }, []);
+  return models;
+}
+
+function freeName(calls) {
+  const taken = new Set(calls.map((call) => call.name));
+  let number = calls.length + 1;
+  while (taken.has(`output_${number}`)) number += 1;
+  return `output_${number}`;
+}
+
+function Settings({ settings, models, change, children }) {
+  const number = (name, fallback) => (event) => change({ [name]: Number.isNaN(event.target.valueAsNumber) ? fallback : event.target.valueAsNumber });
   return (
-    <section>
-      <h2>
-        Call {i + 1}
-        {call.output && <small> → {call.output}</small>}
-        {remove && (
-          <button class="quiet" onClick={remove}>
-            Remove
-          </button>
-        )}
-      </h2>
-      <label>
-        Prompt
-        <textarea rows="4" value={call.template} onInput={(event) => change(i, { template: event.target.value })} />
+    <form class="card set" aria-label="Settings" onSubmit={(event) => event.preventDefault()}>
+      <label class="wide">
+        Model
+        <select class="field" value={settings.model} onChange={(event) => change({ model: event.target.value })}>
+          <option value="">{models.length === 1 ? models[0] : "Any model"}</option>
+          {models.length !== 1 && models.map((name) => <option key={name}>{name}</option>)}
+          {settings.model && !models.includes(settings.model) && <option>{settings.model}</option>}
+        </select>
       </label>
-      <div class="fields">
-        <label>
-          Max tokens
-          <input
-            type="number"
-            min="1"
-            value={call.maxTokens}
-            onInput={(event) => change(i, { maxTokens: event.target.valueAsNumber || 1 })}
-          />
-        </label>
-        <label>
-          Temperature
-          <input
-            type="number"
-            min="0"
-            step="0.1"
-            value={call.temperature}
-            onInput={(event) => change(i, { temperature: event.target.valueAsNumber || 0 })}
-          />
-        </label>
-      </div>
-    </section>
-  );
-}
-
-function Results({ run }) {
-  const { session_id, session_auth } = run.session;
-  return (
-    <section>
-      <h2>
-        Results <a href={`#/run/${session_id}`}>as a graph</a>
-      </h2>
-      {run.outputs.map((name) => (
-        <Output
-          key={`${session_id} ${name}`}
-          name={name}
-          url={`../v1/semantic_var/${run.variables[name]}/stream?session_id=${session_id}&session_auth=${encodeURIComponent(session_auth)}`}
+      <label>
+        Temperature
+        <input class="field num" type="number" step="0.1" min="0" value={settings.temperature} onInput={number("temperature", 0)} />
+      </label>
+      <label>
+        Max tokens
+        <input class="field num" type="number" min="1" value={settings.maxTokens} onInput={number("maxTokens", 64)} />
+      </label>
+      <label>
+        Seed
+        <input
+          class="field num"
+          inputmode="numeric"
+          placeholder="any"
+          value={settings.seed}
+          onInput={(event) => change({ seed: event.target.value.replaceAll(/\D/g, "").slice(0, 18) })}
         />
-      ))}
-    </section>
+      </label>
+      <label class="switch">
+        <input type="checkbox" role="switch" checked={settings.chat} onChange={(event) => change({ chat: event.target.checked })} /> Chat
+      </label>
+      <span class="end">{children}</span>
+    </form>
   );
 }
 
-function Output({ name, url }) {
-  const { text, isDone, error } = useStream(url);
+function CallEditor({ number, call, takes, isChat, change, remove }) {
   return (
-    <>
-      <h3>{name}</h3>
-      <pre class="value" aria-busy={!isDone} role="region" tabindex="0" aria-label={`Value of ${name}`}>
-        {text}
-      </pre>
-      <p role="alert">{error}</p>
-    </>
-  );
-}
-
-function Code({ program, values }) {
-  const [form, setForm] = useState("PFunc");
-  const [copied, setCopied] = useState(false);
-  const code = FORMS[form](program, values, location.origin);
-  const choose = (name) => {
-    setForm(name);
-    setCopied(false);
-  };
-  return (
-    <section>
-      <h2>Code</h2>
-      <div class="tabs" role="group" aria-label="Form">
-        {Object.keys(FORMS).map((name) => (
-          <button key={name} aria-pressed={name === form} onClick={() => choose(name)}>
+    <section class="card call" aria-label={`Call ${number}`}>
+      <header>
+        <h2>{number} ·</h2>
+        <input
+          class="name"
+          aria-label={`Name of output ${number}`}
+          value={call.name}
+          spellcheck={false}
+          onInput={(event) => change({ name: event.target.value.trim() })}
+        />
+        <span class="end">
+          {remove && (
+            <button class="btn ghost small" type="button" onClick={remove}>
+              Remove
+            </button>
+          )}
+        </span>
+      </header>
+      {isChat && (
+        <label class="msg">
+          <b>system</b>
+          <textarea rows="1" aria-label={`System message of call ${number}`} placeholder="none" value={call.system} onInput={(event) => change({ system: event.target.value })} />
+        </label>
+      )}
+      <label class="msg">
+        <b>{isChat ? "user" : "prompt"}</b>
+        <textarea rows="2" aria-label={`Prompt of call ${number}`} value={call.prompt} onInput={(event) => change({ prompt: event.target.value })} />
+      </label>
+      <footer>
+        {takes.length > 0 && "reads "}
+        {takes.map((name) => (
+          <span key={name} class="ph">
             {name}
-          </button>
+          </span>
         ))}
-        <button class="quiet" onClick={() => navigator.clipboard.writeText(code).then(() => setCopied(true))}>
-          {copied ? "Copied" : "Copy"}
-        </button>
-      </div>
-      <pre class="code" role="region" tabindex="0" aria-label="Code">
-        {code}
-      </pre>
+        writes <span class="ph out">{call.name}</span>
+        {call.sampling?.choices && ` as one of ${plural(call.sampling.choices.length, "text")}`}
+      </footer>
     </section>
   );
 }

@@ -1,78 +1,110 @@
-// A program of the playground: templates whose placeholders are joined by their names.
+// A program of the playground: calls whose prompts name the outputs of other calls.
 
 const PLACEHOLDER = /\{\{([a-zA-Z_][a-zA-Z0-9_]*)\}\}/g;
+const NAME = /^[a-zA-Z_][a-zA-Z0-9_]*$/;
+const RESERVED = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
 
 /** The names in a template, in order and once each. */
-export const placeholders = (template) => [
-  ...new Set([...template.matchAll(PLACEHOLDER)].map(([, name]) => name)),
-];
+export const placeholders = (template) => [...new Set([...template.matchAll(PLACEHOLDER)].map(([, name]) => name))];
 
 /**
- * What each call takes and makes. The last placeholder of a template is its output, unless an
- * earlier call makes it; any other that no call makes is an input of the program.
+ * What each call takes and makes. A prompt without its output's place has it at the end. A name that
+ * no call makes is an input of the program.
  */
-export function readProgram(calls) {
-  const made = new Set();
+export function readProgram(calls, settings) {
+  const made = new Set(calls.map((call) => call.name));
   const read = calls.map((call) => {
-    const names = placeholders(call.template);
-    const output = made.has(names.at(-1)) ? undefined : names.at(-1);
-    if (output !== undefined) made.add(output);
-    return { ...call, names, output };
+    const names = placeholders(call.prompt);
+    return { ...call, template: names.includes(call.name) ? call.prompt : `${call.prompt.trimEnd()} {{${call.name}}}`, takes: names.filter((name) => name !== call.name) };
   });
-  const inputs = [...new Set(read.flatMap((call) => call.names))].filter((name) => !made.has(name));
-  return { calls: read, inputs };
+  const inputs = [...new Set(read.flatMap((call) => call.takes))].filter((name) => !made.has(name));
+  return { calls: inOrder(read), inputs, settings };
+}
+
+/** Calls so that each comes after those whose outputs it takes; a circle stays as it is. */
+function inOrder(calls) {
+  const done = new Set();
+  const ordered = [];
+  let left = calls;
+  while (left.length) {
+    const ready = left.filter((call) => call.takes.every((name) => done.has(name) || !calls.some((other) => other.name === name)));
+    if (!ready.length) return [...ordered, ...left];
+    for (const call of ready) done.add(call.name);
+    ordered.push(...ready);
+    left = left.filter((call) => !ready.includes(call));
+  }
+  return ordered;
 }
 
 /** What is wrong with a program, or undefined. */
-export function problem({ calls }) {
-  const lost = calls.findIndex((call) => call.output === undefined);
-  if (lost < 0) return undefined;
-  return `Call ${lost + 1} has no output: end its template with a {{name}} of its own.`;
+export function problem({ calls, inputs }) {
+  const names = calls.map((call) => call.name);
+  for (const [i, name] of names.entries()) {
+    if (!NAME.test(name) || RESERVED.has(name)) return `The name “${name}” is not possible: use letters, digits and _, and begin with a letter.`;
+    if (names.indexOf(name) !== i) return `Two calls are named ${name}.`;
+  }
+  const wrong = inputs.find((name) => RESERVED.has(name));
+  if (wrong) return `The name “${wrong}” is not possible for an input.`;
+  const empty = calls.find((call) => !call.prompt.replace(`{{${call.name}}}`, "").trim());
+  if (empty) return `The prompt of ${empty.name} is empty.`;
+  const early = new Set();
+  for (const call of calls) {
+    const late = call.takes.find((name) => names.includes(name) && !early.has(name));
+    if (late) return `${call.name} reads ${late}, which needs ${call.name} itself.`;
+    early.add(call.name);
+  }
+  return undefined;
+}
+
+/** Sampling of one call: its own, over the settings of all. */
+function samplingOf(call, settings) {
+  const config = { max_gen_length: settings.maxTokens, temperature: settings.temperature };
+  if (settings.seed !== "") config.seed = Number(settings.seed);
+  return { ...config, ...call.sampling };
 }
 
 /** The request for `POST /v1/semantic_graph`, without its session. */
-export function graphRequest({ calls, inputs }, values) {
+export function graphRequest({ calls, inputs, settings }, values) {
   return {
     variables: inputs.map((name) => ({ name, content: values[name] ?? "" })),
     calls: calls.map((call) => ({
       template: call.template,
-      func_name: `make_${call.output}`,
-      parameters: call.names.map((name) =>
-        name === call.output
-          ? {
-              name,
-              is_output: true,
-              var: name,
-              sampling_config: { max_gen_length: call.maxTokens, temperature: call.temperature },
-            }
-          : { name, var: name },
+      func_name: call.name,
+      ...(settings.chat && { chat: true }),
+      ...(settings.chat && call.system && { system: call.system }),
+      ...(settings.model && { models: [settings.model] }),
+      parameters: [...new Set([...call.takes, call.name])].map((name) =>
+        name === call.name ? { name, is_output: true, var: name, sampling_config: samplingOf(call, settings) } : { name, var: name },
       ),
     })),
   };
 }
 
 const text = (value) => JSON.stringify(value ?? "");
-const config = (call) => `max_gen_length=${call.maxTokens}, temperature=${call.temperature}`;
+const python = (value) => (value === null ? "None" : value === true ? "True" : value === false ? "False" : Array.isArray(value) ? `[${value.map(python).join(", ")}]` : typeof value === "object" ? `{${Object.entries(value).map(([k, v]) => `${text(k)}: ${python(v)}`).join(", ")}}` : JSON.stringify(value));
+const docstring = (template) => template.replaceAll("\\", "\\\\").replaceAll('"""', '\\"\\"\\"');
 
 /** The same as a PFunc program. */
-export function asPFunc({ calls, inputs }, values, url) {
-  const functions = calls.map((call) => {
-    const parameters = call.names.map((name) =>
-      name === call.output ? `${name}: P.Output(P.SamplingConfig(${config(call)}))` : `${name}: P.Input`,
-    );
-    const template = call.template.replaceAll("\\", "\\\\").replaceAll('"""', '\\"\\"\\"');
-    return `@P.semantic_function(formatter=None)\ndef make_${call.output}(${parameters.join(", ")}):\n    """${template}"""`;
+export function asPFunc({ calls, inputs, settings }, values, url) {
+  const configs = calls.map((call) => Object.entries(samplingOf(call, settings)).map(([name, value]) => `${name}=${python(value)}`).join(", "));
+  const isShared = new Set(configs).size === 1;
+  const functions = calls.map((call, i) => {
+    const config = isShared ? "sampling" : `P.SamplingConfig(${configs[i]})`;
+    const parameters = [...call.takes.map((name) => `${name}: P.Input`), `${call.name}: P.Output(${config})`];
+    const chat = call.system ? `P.chat_template.with_system(${text(call.system)})` : "P.chat_template";
+    const options = [...(call.template.includes("\n") ? ["formatter=P.allowing_newline"] : []), ...(settings.chat ? [`conversation_template=${chat}`] : []), ...(settings.model ? [`models=[${text(settings.model)}]`] : [])];
+    const line = options.join(", ");
+    const given = line.length > 60 ? `\n    ${options.join(",\n    ")},\n` : line;
+    return `@P.semantic_function(${given})\ndef make_${call.name}(${parameters.join(", ")}):\n    """${docstring(call.template)}"""`;
   });
   const given = inputs.map((name) => `    ${name} = ${text(values[name])}`);
-  const made = calls.map((call) => {
-    const taken = call.names.filter((name) => name !== call.output).map((name) => `${name}=${name}`);
-    return `    ${call.output} = make_${call.output}(${taken.join(", ")})`;
-  });
-  const last = calls.at(-1).output;
+  const made = calls.map((call) => `    ${call.name} = make_${call.name}(${call.takes.map((name) => `${name}=${name}`).join(", ")})`);
+  const read = new Set(calls.flatMap((call) => call.takes));
+  const last = calls.filter((call) => !read.has(call.name)).map((call) => `    print(${call.name}.get())`);
   return [
-    "from parrot import P",
+    isShared ? `from parrot import P\n\nsampling = P.SamplingConfig(${configs[0]})` : "from parrot import P",
     ...functions,
-    ["def main():", ...given, ...made, `    print(${last}.get())`].join("\n"),
+    ["def main():", ...given, ...made, ...last].join("\n"),
     `P.VirtualMachine(${text(url)}).run(main)\n`,
   ].join("\n\n\n");
 }
@@ -80,27 +112,37 @@ export function asPFunc({ calls, inputs }, values, url) {
 /** The same for a shell. */
 export function asCurl(program, values, url) {
   const body = JSON.stringify({ session: {}, ...graphRequest(program, values) }, null, 2);
-  const last = program.calls.at(-1).output;
+  const last = program.calls.at(-1).name;
   return [
-    `curl -s ${url}/v1/semantic_graph --json @- <<'JSON'\n${body}\nJSON`,
+    `curl -s ${url}/v1/semantic_graph --json @- <<'JSON'\n${body.replaceAll("\nJSON", "\n JSON")}\nJSON`,
     `# with session_id, session_auth and the id of ${last} from the answer:`,
     `curl -sN '${url}/v1/semantic_var/VAR_ID/stream?session_id=SESSION_ID&session_auth=SESSION_AUTH'\n`,
   ].join("\n");
 }
 
-/** The first call as OpenAI's client asks it: one call knows nothing of the others. */
-export function asOpenAI({ calls: [call] }, values, url, model) {
-  const before = call.template.split(`{{${call.output}}}`)[0];
-  const prompt = before.replaceAll(PLACEHOLDER, (_, name) => values[name] ?? "");
-  return `from openai import OpenAI
+/** A prompt as an f-string if it has placeholders. */
+function filled(prompt) {
+  const names = placeholders(prompt);
+  if (!names.length) return text(prompt);
+  return `f${text(prompt.replaceAll(PLACEHOLDER, "\u0001$1\u0002").replaceAll("{", "{{").replaceAll("}", "}}")).replaceAll("\\u0001", "{").replaceAll("\\u0002", "}")}`;
+}
 
-client = OpenAI(base_url=${text(`${url}/v1`)}, api_key="any")
-answer = client.completions.create(
-    model=${text(model ?? "MODEL")},
-    prompt=${text(prompt)},
-    max_tokens=${call.maxTokens},
-    temperature=${call.temperature},
-)
-print(answer.choices[0].text)
-`;
+/** All calls with OpenAI's client. */
+export function asOpenAI({ calls, inputs, settings }, values, url, models) {
+  const limits = `temperature=${settings.temperature}, max_tokens=${settings.maxTokens}${settings.seed === "" ? "" : `, seed=${settings.seed}`}`;
+  const model = text(settings.model || models[0] || "MODEL");
+  const ask = settings.chat
+    ? `def ask(*messages):\n    answer = client.chat.completions.create(model=${model}, ${limits}, messages=messages)\n    return answer.choices[0].message.content`
+    : `def ask(prompt):\n    answer = client.completions.create(model=${model}, ${limits}, prompt=prompt)\n    return answer.choices[0].text`;
+  const made = calls.map((call) => {
+    const prompt = filled(call.template.replace(`{{${call.name}}}`, "").trimEnd());
+    if (!settings.chat) return `${call.name} = ask(${prompt})`;
+    const messages = [...(call.system ? [`{"role": "system", "content": ${text(call.system)}}`] : []), `{"role": "user", "content": ${prompt}}`];
+    return messages.length > 1 ? `${call.name} = ask(\n    ${messages.join(",\n    ")},\n)` : `${call.name} = ask(${messages[0]})`;
+  });
+  return [
+    `from openai import OpenAI\n\nclient = OpenAI(base_url=${text(`${url}/v1`)}, api_key="any")`,
+    ask,
+    [...inputs.map((name) => `${name} = ${text(values[name])}`), ...made, `print(${calls.at(-1).name})\n`].join("\n"),
+  ].join("\n\n\n");
 }

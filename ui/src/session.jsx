@@ -2,12 +2,16 @@
 import { useMemo, useState } from "preact/hooks";
 import { post, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { Age, Notice, State, count, nameOf, seconds } from "./format.jsx";
+import { ago, count, seconds } from "./format.js";
+import { Notice, useNow } from "./parts.jsx";
+import { RunActions } from "./run_actions.jsx";
+import { nameOf } from "./run_list.js";
+import { State } from "./legacy.jsx";
 import { criticalPath, layOut, readGraph, why } from "./graph.js";
 import { Timeline } from "./timeline.jsx";
 import { Variable } from "./variable.jsx";
 
-export function SessionView({ id, shown }) {
+export function Run({ id, shown }) {
   const feed = useFeed(`sessions/${id}`);
   const [folded, setFolded] = useState(null);
   const graph = useMemo(() => readGraph(feed.rows), [feed.rows]);
@@ -26,11 +30,12 @@ export function SessionView({ id, shown }) {
           {nameOf({ functions: firstFunctions(graph), ...session })}{" "}
           {session.state !== "active" && <State state={session.state} />}{" "}
           <small>
-            tenant {session.tenant}, {graph.calls.size} calls, began <Age since={session.created_at} /> ago
+            tenant {session.tenant}, {graph.calls.size} calls, began {ago(session.created_at, useNow())}
             {session.ended_at != null && `, took ${seconds(session.ended_at - session.created_at)}`}
           </small>
         </h1>
       )}
+      {session && <RunActions run={{ functions: firstFunctions(graph), ...session }} running={[...graph.calls.values()].filter((call) => call.state === "running").length} after={() => (location.hash = "#/")} />}
       <div class="split">
         <div class="views">
           <section>
@@ -209,8 +214,10 @@ function Call({ id, isLive, graph, variable }) {
       {isOpen && (
         <AskButton
           label="Stop this call…"
-          question={`Stop ${call.func_name}? Calls that need its output do not run.`}
+          title={`Stop ${call.func_name}?`}
+          question="Calls that need its output do not run."
           confirm="Stop the call"
+          keep="Keep it running"
           onConfirm={() => post(`sessions/${id}/cancel/${call.request_id}`)}
         />
       )}

@@ -1,5 +1,5 @@
 // Where the time went: a lane for each engine, a bar for each call, waiting and running apart.
-import { seconds } from "./format.jsx";
+import { seconds } from "./format.js";
 
 const ROW = 16;
 const WIDTH = 1000;

@@ -1,6 +1,8 @@
 // A variable: its value as it grows, the prompt that makes it, and why it failed.
 import { useFeed } from "./api.js";
-import { Notice, State, count } from "./format.jsx";
+import { count } from "./format.js";
+import { State } from "./legacy.jsx";
+import { Notice } from "./parts.jsx";
 
 export function Variable({ session, id, rows, show }) {
   const feed = useFeed(`sessions/${session}/vars/${id}`);

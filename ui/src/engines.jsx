@@ -1,0 +1,284 @@
+// Is there room, and does sharing work: engines, the prefixes in their KV, and the last decisions.
+import { post, rowsOf, useFeed } from "./api.js";
+import { AskButton } from "./ask.jsx";
+import { ago, count, fullDate, plural, seconds, share } from "./format.js";
+import { Pill } from "./icons.jsx";
+import { engineState, kvShare } from "./overview.jsx";
+import { Bones, Empty, Live, Notice, say, useNow, useSlow } from "./parts.jsx";
+import { Prefixes } from "./prefixes.jsx";
+import { useTitle } from "./route.js";
+import { Parts, Slots } from "./spark.jsx";
+
+export function Engines({ isOperator }) {
+  useTitle("Engines");
+  const overview = useFeed("overview");
+  const placement = useFeed("placement");
+  const service = overview.rows.get("service");
+  const isSlow = useSlow(!service);
+  const engines = rowsOf(overview.rows, "engine");
+  const contexts = rowsOf(placement.rows, "context").map((row) => ({ ...row, id: Number(row.key) }));
+  return (
+    <div class="screen">
+      <div class="head">
+        <h1>Engines and KV</h1>
+        <Live feed={overview} />
+        {service && (
+          <span class="dim">
+            {plural(engines.length, "engine")}, {plural(service.queued, "call")} queued
+          </span>
+        )}
+        <span class="end">
+          <a class="btn small" href="#/events">
+            What happened
+          </a>
+        </span>
+      </div>
+      <Notice feed={overview} />
+      {!service && isSlow && !overview.lostAt && <Bones rows={4} />}
+      {service && !engines.length && (
+        <Empty title="No engine has registered">
+          <p>Calls wait until an engine registers.</p>
+        </Empty>
+      )}
+      {engines.length > 0 && (
+        <div class="cards">
+          {engines.map((engine) => (
+            <EngineCard
+              key={engine.key}
+              engine={engine}
+              contexts={contexts.filter((context) => context.engine === engine.engine_name)}
+              others={engines.length - 1}
+              isOperator={isOperator}
+              isLive={overview.isLive}
+            />
+          ))}
+        </div>
+      )}
+      <div class="two">
+        <Prefixes contexts={contexts} engines={engines} />
+        <Decisions decisions={rowsOf(placement.rows, "decision").sort((a, b) => b.at - a.at)} />
+      </div>
+    </div>
+  );
+}
+
+function EngineCard({ engine, contexts, others, isOperator, isLive }) {
+  const { state, word } = engineState(engine);
+  return (
+    <article class="card ecard" aria-label={engine.engine_name}>
+      <header>
+        <h2>{engine.engine_name}</h2>
+        <Pill state={state} word={word} />
+        <span class="dim" title={sampling(engine.default_sampling)}>
+          {engine.model}
+        </span>
+        {isOperator && <DrainButton engine={engine} others={others} isLive={isLive} />}
+      </header>
+      <div class="pair">
+        {engine.tasks_capacity > 0 && (
+          <div>
+            <h3>Batch</h3>
+            <div class="v">
+              {engine.num_running}
+              <small> of {engine.tasks_capacity}</small>
+            </div>
+            <Slots used={engine.num_running} total={engine.tasks_capacity} />
+          </div>
+        )}
+        {engine.step_ms > 0 && (
+          <div>
+            <h3>A step</h3>
+            <div class="v">{seconds(engine.step_ms / 1000)}</div>
+          </div>
+        )}
+        {engine.hit_tokens != null && (
+          <div>
+            <h3>From cache</h3>
+            <div class="v">
+              {count(engine.hit_tokens)}
+              <small> tokens</small>
+            </div>
+            {engine.recomputed_tokens > 0 && <p class="dim">{count(engine.recomputed_tokens)} computed again</p>}
+          </div>
+        )}
+        {engine.server && <Server load={engine.server} />}
+      </div>
+      <Tiers engine={engine} contexts={contexts} />
+    </article>
+  );
+}
+
+/** Values for requests that do not set their own sampling; of a foreign server they are unknown. */
+function sampling(defaults) {
+  if (!defaults) return undefined;
+  return `Default sampling: ${Object.entries(defaults).map(([name, value]) => `${name} ${value}`).join(", ")}`;
+}
+
+const Server = ({ load }) => (
+  <div>
+    <h3>Its server</h3>
+    <div class="v">
+      {load.running}
+      <small> running, {load.waiting} waiting</small>
+    </div>
+    <p class="dim">
+      {load.others} of other clients
+      {load.others_kv > 0 && `, with ${share(load.others_kv, 1)} of its KV`}
+    </p>
+  </div>
+);
+
+function DrainButton({ engine, others, isLive }) {
+  const drain = (is_wanted) => post(`engines/${engine.engine_id}/drain`, { is_wanted });
+  if (engine.is_draining) {
+    return (
+      <button class="btn small" type="button" disabled={!isLive} onClick={() => drain(false).catch((failure) => say(failure.message))}>
+        Resume
+      </button>
+    );
+  }
+  const rest = others ? `New calls go to ${others === 1 ? "the other engine" : `the ${others} other engines`}.` : "It is the only engine, so new calls wait.";
+  return (
+    <AskButton
+      label="Drain…"
+      title={`Drain ${engine.engine_name}?`}
+      question={`Its ${plural(engine.num_running ?? 0, "running call")} finish. ${rest} You can resume it at any time.`}
+      confirm={`Drain ${engine.engine_name}`}
+      keep="Keep it serving"
+      disabled={!isLive}
+      onConfirm={() => drain(true)}
+    />
+  );
+}
+
+/** KV in use, split by what holds it: shared prefixes, running calls, and contexts kept for later. */
+function Tiers({ engine, contexts }) {
+  const kv = kvShare(engine);
+  if (kv === null) return null;
+  const used = 100 * kv;
+  const sum = (rows) => rows.reduce((all, row) => all + row.own_tokens, 0);
+  const whole = sum(contexts) || 1;
+  const shared = (used * sum(contexts.filter((c) => c.is_shared))) / whole;
+  const kept = (used * sum(contexts.filter((c) => !c.is_shared && !c.in_use))) / whole;
+  const running = contexts.length ? used - shared - kept : used;
+  const host = engine.host_blocks ? (100 * (engine.host_blocks - engine.host_free_blocks)) / engine.host_blocks : null;
+  const text = engine.blocks ? `${share(kv, 1)} of ${count(engine.blocks)} blocks` : share(kv, 1);
+  return (
+    <div class="tiers">
+      <span class="dim">KV</span>
+      <Parts kind="tier" parts={[["shared", shared], ["use", running], ["kept", kept], ["free", 100 - used]]} label={`KV: ${text}`} />
+      <span class="n">{text}</span>
+      {host !== null && (
+        <>
+          <span class="dim">Host</span>
+          <Parts kind="tier" parts={[["kept", host], ["free", 100 - host]]} label={`KV in CPU memory: ${Math.round(host)} %`} />
+          <span class="n">
+            {Math.round(host)} % of {count(engine.host_blocks)} blocks
+          </span>
+        </>
+      )}
+      <p class="legend">
+        <span>
+          <i class="k-shared" />
+          shared prefixes
+        </span>
+        <span>
+          <i class="k-use" />
+          running calls
+        </span>
+        <span>
+          <i class="k-kept" />
+          kept for later
+        </span>
+        <span>
+          <i class="k-free" />
+          free
+        </span>
+      </p>
+    </div>
+  );
+}
+
+/** Equal decisions of one run that follow each other become one row. */
+function fold(decisions) {
+  const folded = [];
+  for (const decision of decisions) {
+    const last = folded.at(-1);
+    if (last && ["session", "func", "engine"].every((field) => last[0][field] === decision[field])) last.push(decision);
+    else folded.push([decision]);
+  }
+  return folded;
+}
+
+function Decisions({ decisions }) {
+  const now = useNow(decisions.length > 0);
+  const folded = fold(decisions);
+  return (
+    <section class="card box">
+      <header>
+        <h2>Why there?</h2>
+        <span class="dim">the last decisions</span>
+      </header>
+      {!folded.length && <p class="hint">No call was placed yet.</p>}
+      {folded.length > 0 && (
+        <div class="scroll" tabindex="0" role="region" aria-label="Decisions">
+          <table>
+            <thead>
+              <tr>
+                <th scope="col">Call</th>
+                <th scope="col">Went to</th>
+                <th scope="col" class="n">Cached</th>
+                <th scope="col" class="n">Queued</th>
+                <th scope="col" class="n">Age</th>
+              </tr>
+            </thead>
+            <tbody>
+              {folded.map((group) => (
+                <DecisionRow key={group[0].key} group={group} now={now} />
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </section>
+  );
+}
+
+function DecisionRow({ group, now }) {
+  const [last] = group;
+  const sum = (field) => group.reduce((all, one) => all + (one[field] ?? 0), 0);
+  const prompt = sum("prompt_tokens");
+  return (
+    <tr>
+      <td>
+        <a href={`#/run/${last.session}`}>
+          {last.func || "call"}
+          {group.length > 1 && ` ×${group.length}`}
+        </a>
+      </td>
+      <td>
+        {last.engine}
+        <Compared decision={last} />
+      </td>
+      <td class="n">{share(prompt - sum("to_compute"), prompt)}</td>
+      <td class="n">{seconds(Math.max(...group.map((one) => one.waited_s ?? 0)))}</td>
+      <td class="n dim" title={fullDate(last.at)}>
+        {ago(last.at, now)}
+      </td>
+    </tr>
+  );
+}
+
+/** Predicted seconds there and on the best other engine; nothing if there was no choice. */
+function Compared({ decision: { compared = [], engine } }) {
+  if (compared.length < 2) return null;
+  const text = (one) => (one.seconds === null ? "full" : seconds(one.seconds));
+  const others = compared.filter((one) => one.engine !== engine).sort((a, b) => (a.seconds ?? Infinity) - (b.seconds ?? Infinity));
+  const own = compared.find((one) => one.engine === engine);
+  return (
+    <div class="dim">
+      {own && `predicted ${text(own)}; `}
+      {others.slice(0, 2).map((one) => `${one.engine} ${text(one)}`).join(", ")}
+    </div>
+  );
+}

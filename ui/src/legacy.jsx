@@ -1,0 +1,1 @@
+export const State = ({ state }) => <span class={`state ${state}`}>{state}</span>;

@@ -1,0 +1,35 @@
+// What a visitor can do with a whole run.
+import { post } from "./api.js";
+import { AskButton } from "./ask.jsx";
+import { plural } from "./format.js";
+import { nameOf } from "./run_list.js";
+
+/** `run`: its row. `after`: called when a finished run was deleted. */
+export function RunActions({ run, running, disabled, after }) {
+  const name = nameOf(run);
+  if (run.state === "active") {
+    const stopped = running > 0 ? `${plural(running, "call")} will stop, and calls` : "Calls";
+    return (
+      <AskButton
+        label="End run…"
+        title={`End ${name}?`}
+        question={`${stopped} that have not started will not run. Its program can no longer read values. Finished outputs stay in the history.`}
+        confirm="End run"
+        keep="Keep it running"
+        disabled={disabled}
+        onConfirm={() => post(`sessions/${run.id}/end`)}
+      />
+    );
+  }
+  return (
+    <AskButton
+      label="Delete…"
+      title={`Delete ${name}?`}
+      question="Its prompts and values cannot be restored."
+      confirm="Delete run"
+      keep="Keep it"
+      disabled={disabled}
+      onConfirm={() => post(`runs/${run.id}/delete`).then(after)}
+    />
+  );
+}

@@ -1,0 +1,203 @@
+// The table of runs: one row for a run, or for all API requests of one client.
+import { Fragment } from "preact";
+import { memo } from "./memo.js";
+import { useState } from "preact/hooks";
+import { ago, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
+import { Icon, Mark } from "./icons.jsx";
+import { nameOf, stateOf, wallSeconds } from "./run_list.js";
+
+const STEP = 200; // Rows that are drawn at first, and with each "Show more".
+const MAX_MEMBERS = 20; // Requests of an unfolded client that are listed.
+
+export function RunTable({ groups, sort, onSort, now, hasTenants }) {
+  const [limit, setLimit] = useState(STEP);
+  const [open, setOpen] = useState(() => new Set());
+  const toggle = (id) => setOpen((old) => (old.has(id) ? new Set([...old].filter((other) => other !== id)) : new Set([...old, id])));
+  const all = groups.flatMap(([, entries]) => entries);
+  const hasCosts = all.some((entry) => entry.run.cost > 0);
+  const hasShapes = all.some((entry) => entry.run.shape?.length);
+  const columns = 7 + hasTenants + hasCosts + hasShapes;
+  let left = limit;
+  const head = { sort, onSort };
+  return (
+    <div class="card table">
+      <div class="scroll">
+        <table class="runs">
+          <thead>
+            <tr>
+              <Head label="Run" {...head} />
+              {hasShapes && <th scope="col" class="only-wide c-shape">Shape</th>}
+              <Head label="Calls" id="calls" isNumber {...head} />
+              <Head label="Prompt" id="prompt" isNumber name="c-tokens" {...head} />
+              <Head label="Output" id="output" isNumber name="c-tokens" {...head} />
+              <Head label="Cached" id="cached" isNumber {...head} />
+              <Head label="Time" id="time" isNumber {...head} />
+              {hasCosts && <Head label="Cost" id="cost" isNumber name="c-cost" {...head} />}
+              {hasTenants && <Head label="Tenant" name="c-tenant" {...head} />}
+              <Head label="Started" id="" isNumber {...head} />
+            </tr>
+          </thead>
+          <tbody>
+            {groups.map(([title, entries]) => {
+              const shown = entries.slice(0, Math.max(0, left));
+              left -= entries.length;
+              return (
+                <Fragment key={title}>
+                  {title && shown.length > 0 && (
+                    <tr class="group">
+                      <th colspan={columns} scope="rowgroup">
+                        {title}
+                      </th>
+                    </tr>
+                  )}
+                  {shown.map((entry) => (
+                    <Row
+                      key={entry.id}
+                      entry={entry}
+                      time={seconds(wallSeconds(entry.run, now))}
+                      {...{ hasTenants, hasCosts, hasShapes, toggle, columns }}
+                      isOpen={open.has(entry.id)}
+                      now={open.has(entry.id) ? now : 0}
+                    />
+                  ))}
+                </Fragment>
+              );
+            })}
+          </tbody>
+        </table>
+      </div>
+      {all.length > limit && (
+        <p class="more">
+          <button class="btn" type="button" onClick={() => setLimit(limit + STEP)}>
+            Show more of {plural(all.length, "row")}
+          </button>
+        </p>
+      )}
+    </div>
+  );
+}
+
+function Head({ label, id, isNumber, name = "", sort, onSort }) {
+  const isSorted = id !== undefined && sort === id;
+  return (
+    <th scope="col" class={isNumber ? `n ${name}` : name} aria-sort={isSorted ? "descending" : undefined}>
+      {id === undefined ? (
+        label
+      ) : (
+        <button type="button" onClick={() => onSort(id)}>
+          {label}
+          {isSorted && " ↓"}
+        </button>
+      )}
+    </th>
+  );
+}
+
+/** Open the row's link, unless the click is on something else or ends a selection of text. */
+function openRow(event) {
+  if (event.target.closest("a, button") || getSelection().toString()) return;
+  event.currentTarget.querySelector("a, button")?.click();
+}
+
+const Row = memo(function Row({ entry, time, hasTenants, hasCosts, hasShapes, toggle, isOpen, columns, now }) {
+  const { run, state } = entry;
+  const isFold = entry.members.length > 1;
+  const isBad = state === "failed" || entry.isBad;
+  return (
+    <>
+      <tr class="row" onClick={openRow}>
+        <td>
+          <div class="run">
+            <Mark state={state} />
+            <div class="cut">
+              <div class="t">
+                {isFold ? (
+                  <button class="as-link" type="button" aria-expanded={isOpen} onClick={() => toggle(entry.id)}>
+                    {entry.name}
+                  </button>
+                ) : (
+                  <a href={`#/run/${run.id}`}>{entry.name}</a>
+                )}
+                <span class="tag">{isFold ? `API ×${entry.members.length}` : entry.kind}</span>
+                {isFold && <Icon name={isOpen ? "down" : "right"} />}
+              </div>
+              <div class={isBad ? "w cut bad" : "w cut"} title={entry.words}>
+                {entry.words || (state === "waiting" ? "waits for your program" : "")}
+              </div>
+            </div>
+          </div>
+        </td>
+        {hasShapes && (
+          <td class="only-wide c-shape">
+            <Shape bars={run.shape ?? []} />
+          </td>
+        )}
+        <td class="n">
+          {run.done === run.calls ? count(run.calls) : `${count(run.done)} of ${count(run.calls)}`}
+          <span class="only-phone"> {run.calls === 1 ? "call" : "calls"}</span>
+        </td>
+        <td class="n hide c-tokens">{count(run.prompt_tokens)}</td>
+        <td class="n hide c-tokens">{count(run.output_tokens)}</td>
+        <td class="n">
+          {share(run.cached_tokens, run.prompt_tokens)}
+          {run.prompt_tokens > 0 && <span class="only-phone"> cached</span>}
+        </td>
+        <td class="n">{time}</td>
+        {hasCosts && <td class="n hide c-cost">{dollars(run.cost)}</td>}
+        {hasTenants && <td class="hide c-tenant">{run.tenant}</td>}
+        <td class="n dim">
+          <time title={fullDate(entry.at)} datetime={new Date(entry.at * 1000).toISOString()}>
+            {clock(entry.at)}
+          </time>
+        </td>
+      </tr>
+      {isOpen &&
+        entry.members.slice(0, MAX_MEMBERS).map((member) => <Member key={member.id} run={member} columns={columns} now={now} />)}
+      {isOpen && entry.members.length > MAX_MEMBERS && (
+        <tr class="sub">
+          <td colspan={columns}>{count(entry.members.length - MAX_MEMBERS)} older requests are not listed.</td>
+        </tr>
+      )}
+    </>
+  );
+});
+
+function Member({ run, columns, now }) {
+  const state = stateOf(run);
+  const words = (state === "failed" && run.error) || run.words || nameOf(run);
+  const cached = share(run.cached_tokens, run.prompt_tokens);
+  return (
+    <tr class="sub row" onClick={openRow}>
+      <td colspan={columns - 2}>
+        <div class="run">
+          <Mark state={state} />
+          <a class="cut" href={`#/run/${run.id}`}>
+            {words}
+          </a>
+        </div>
+      </td>
+      <td class="n dim">
+        {count(run.prompt_tokens)} in, {count(run.output_tokens)} out{cached && `, ${cached} cached`}
+      </td>
+      <td class="n dim" title={fullDate(run.created_at)}>
+        {ago(run.created_at, now)}
+      </td>
+    </tr>
+  );
+}
+
+const BAR_CLASSES = { running: "r", failed: "f", queued: "q" };
+
+/** A run's timeline in small: `[lane, from, to, state]`, with times in 1/100 of the run. */
+function Shape({ bars }) {
+  const rows = 1 + Math.max(0, ...bars.map(([row]) => row));
+  const height = Math.min(6, 22 / rows);
+  const top = (22 - rows * height) / 2;
+  return (
+    <svg class="shape" viewBox="0 0 100 22" preserveAspectRatio="none" aria-hidden="true">
+      {bars.map(([row, from, to, state], i) => (
+        <rect key={i} class={BAR_CLASSES[state]} x={from} y={top + row * height} width={Math.max(1, to - from)} height={height * 0.7} rx="0.8" />
+      ))}
+    </svg>
+  );
+}

@@ -1,0 +1,162 @@
+// Who uses how much: calls, tokens and costs of tenants and of their functions.
+import { useState } from "preact/hooks";
+import { rowsOf, useFeed } from "./api.js";
+import { count, dollars, seconds, share } from "./format.js";
+import { Glyph, Icon } from "./icons.jsx";
+import { Bones, Empty, Live, Notice, save, useSlow } from "./parts.jsx";
+import { useTitle } from "./route.js";
+import { Parts } from "./spark.jsx";
+
+const SUMS = ["calls", "prompt", "cached", "generation", "service_s", "cost"];
+
+const sums = (rows) => Object.fromEntries(SUMS.map((key) => [key, rows.reduce((sum, row) => sum + (row[key] ?? 0), 0)]));
+const byUse = (rows) => [...rows].sort((a, b) => b.prompt + b.generation - a.prompt - a.generation);
+
+export function Tenants({ visitor }) {
+  useTitle("Tenants");
+  const feed = useFeed("usage");
+  const isSlow = useSlow(!feed.isLive && !feed.rows.size);
+  const rows = rowsOf(feed.rows, "usage");
+  const limits = new Map(rowsOf(feed.rows, "limit").map((row) => [row.tenant ?? row.key, row.limit_share]));
+  const tenants = byUse(
+    [...Map.groupBy(rows, (row) => row.tenant)].map(([tenant, functions]) => ({
+      tenant,
+      functions: byUse(functions),
+      limit: functions.find((row) => row.limit_share != null)?.limit_share ?? limits.get(tenant),
+      ...sums(functions),
+    })),
+  );
+  return (
+    <div class="screen">
+      <div class="head">
+        <h1>Tenants</h1>
+        <Live feed={feed} />
+        <span class="dim">
+          Signed in as {visitor.tenant === null ? "operator" : <>tenant <b>{visitor.tenant}</b></>}
+        </span>
+        {tenants.length > 0 && (
+          <span class="end">
+            <button class="btn small" type="button" onClick={() => save(asCsv(rows), "tenants.csv", "text/csv")}>
+              Save as CSV
+            </button>
+          </span>
+        )}
+      </div>
+      <Notice feed={feed} />
+      {isSlow && !feed.error && !feed.lostAt && <Bones />}
+      {tenants.length > 0 && <Table tenants={tenants} />}
+      {tenants.length > 0 && (
+        <p class="faint note">
+          Completed calls since the server started. Engine time: the time of engines that the tokens took. Cost: from{" "}
+          <code>prices</code> in the configuration.
+        </p>
+      )}
+      {feed.isLive && !tenants.length && (
+        <Empty title="No call has completed yet">
+          <p>Calls, tokens, engine time and costs of each tenant and its functions appear here.</p>
+        </Empty>
+      )}
+    </div>
+  );
+}
+
+const FIELDS = ["tenant", "function", ...SUMS];
+
+const asCsv = (rows) =>
+  [FIELDS, ...rows.map((row) => FIELDS.map((field) => row[field] ?? ""))]
+    .map((line) => line.map((value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value)).join(","))
+    .join("\n");
+
+function Table({ tenants }) {
+  const [open, setOpen] = useState(() => new Set(tenants.length === 1 ? [tenants[0].tenant] : []));
+  const toggle = (name) => setOpen(open.has(name) ? new Set([...open].filter((other) => other !== name)) : new Set([...open, name]));
+  const total = tenants.reduce((sum, tenant) => sum + tenant.service_s, 0);
+  const hasCosts = tenants.some((tenant) => tenant.cost > 0);
+  const hasLimits = tenants.some((tenant) => tenant.limit != null);
+  const isShared = tenants.length > 1;
+  return (
+    <div class="card table">
+      <div class="scroll" tabindex="0" role="region" aria-label="Tenants">
+        <table>
+          <thead>
+            <tr>
+              <th scope="col">Tenant and function</th>
+              <th scope="col" class="n">Calls</th>
+              <th scope="col" class="n">Prompt</th>
+              <th scope="col" class="n">Cached</th>
+              <th scope="col" class="n">Output</th>
+              <th scope="col" class="n">Engine time</th>
+              {isShared && <th scope="col">Share</th>}
+              {hasLimits && <th scope="col">Of its limit</th>}
+              {hasCosts && <th scope="col" class="n">Cost</th>}
+            </tr>
+          </thead>
+          {tenants.map(({ tenant, functions, limit, ...sum }) => {
+            const isOpen = open.has(tenant);
+            const part = total ? Math.round((100 * sum.service_s) / total) : 0;
+            return (
+              <tbody key={tenant}>
+                <tr>
+                  <th scope="rowgroup">
+                    <button class="as-link cell" type="button" aria-expanded={isOpen} onClick={() => toggle(tenant)}>
+                      <Icon name={isOpen ? "down" : "right"} />
+                      {tenant}
+                    </button>
+                  </th>
+                  <Numbers row={sum} />
+                  {isShared && (
+                    <td>
+                      <Parts kind="share" parts={[["fg", part], ["bg", 100 - part]]} label={`${part} % of engine time`} />
+                      <span class="dim">{part} %</span>
+                    </td>
+                  )}
+                  {hasLimits && <td>{limit != null && <Limit part={limit} />}</td>}
+                  {hasCosts && <td class="n">{dollars(sum.cost)}</td>}
+                </tr>
+                {isOpen &&
+                  functions.map((row) => (
+                    <tr key={row.function} class="sub">
+                      <td class="inner">{row.function}</td>
+                      <Numbers row={row} isDim />
+                      {isShared && <td />}
+                      {hasLimits && <td />}
+                      {hasCosts && <td class="n dim">{dollars(row.cost)}</td>}
+                    </tr>
+                  ))}
+              </tbody>
+            );
+          })}
+        </table>
+      </div>
+    </div>
+  );
+}
+
+/** The used part of a tenant's strictest limit. */
+function Limit({ part }) {
+  const percent = Math.round(100 * part);
+  const drawn = Math.min(100, percent);
+  const isFull = percent >= 100;
+  return (
+    <>
+      <Parts kind="share" parts={[[isFull ? "over" : "fg", drawn], ["bg", 100 - drawn]]} label={`${percent} % of its limit`} />
+      <span class={isFull ? "st queued" : "dim"}>
+        {isFull && <Glyph state="queued" />}
+        {isFull ? "at its limit" : `${percent} %`}
+      </span>
+    </>
+  );
+}
+
+function Numbers({ row, isDim }) {
+  const name = isDim ? "n dim" : "n";
+  return (
+    <>
+      <td class={name}>{count(row.calls)}</td>
+      <td class={name}>{count(row.prompt)}</td>
+      <td class={name}>{share(row.cached, row.prompt)}</td>
+      <td class={name}>{count(row.generation)}</td>
+      <td class={name}>{seconds(row.service_s)}</td>
+    </>
+  );
+}
