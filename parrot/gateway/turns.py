@@ -159,6 +159,7 @@ class Turn:
     prefix: str  # how much the prompt shares with the previous one, for a header
     deadline: float | None = None
     is_kept: bool = False  # unfinished answers stay in the session when the request ends
+    is_patient: bool = False  # streams wait for an engine without a limit
     is_served: bool = False  # a server renders the conversation itself
 
     def parser(self, *, may_call_many: bool = True) -> AnswerParser:
@@ -174,7 +175,8 @@ class Turn:
 
     def stream(self, choice: int) -> AsyncGenerator[str]:
         """The answer's text in deltas. Raises as `read` does."""
-        return self.reads.stream(self.session, self.completions[choice].output, self._options)
+        output = self.completions[choice].output
+        return self.reads.stream(self.session, output, self._options, is_patient=self.is_patient)
 
     def ended(self, choice: int) -> VarGetResponse:
         """An answer whose stream has ended."""
@@ -396,7 +398,7 @@ class Turns:
         for completion in completions:
             if not completion.output.is_settled:
                 session.graph.activation.add_reader(
-                    Reader(completion.output, chain.criteria, deadline)
+                    Reader(completion.output, chain.criteria, deadline, has_client=False)
                 )
 
     def default_sampling(self, model: str) -> DefaultSampling:

@@ -19,11 +19,12 @@ from parrot.journal.codec import (
 from parrot.journal.log import Journal, Kind, Payload, Record
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import SessionGone
+from parrot.protocol.public import SemanticCallRequest
 from parrot.serve.core import ServeCore
 from parrot.serve.events import CompletionPlaced
 from parrot.serve.execution.fleet import MODEL
 from parrot.serve.graph.nodes import VariableState
-from parrot.serve.sessions import RESERVED, AddPrompt, Begin, CancelCall, Session
+from parrot.serve.sessions import RESERVED, AddCall, AddPrompt, Begin, CancelCall, Session
 from parrot.serve.tenants.limits import num_bytes
 
 logger = logging.getLogger(__name__)
@@ -221,6 +222,8 @@ class _Restoring:
         command = recorded_command(kind, fields, session.graph)
         if command is not None:
             answer = session.replay(command)
+            if isinstance(command, AddCall) and isinstance(command.request, SemanticCallRequest):
+                self._core.fleet.expect(command.request.models)
             if isinstance(command, AddPrompt) and not command.is_kept:
                 self._orphans.append((session, answer[0]))
         elif kind is Kind.SETTLED:

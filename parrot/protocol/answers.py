@@ -69,6 +69,7 @@ _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": "1"},
     503: {"Retry-After": "1"},
+    507: {"Retry-After": "1"},
 }
 
 R = TypeVar("R")
@@ -127,7 +128,12 @@ def own_form(request: Request, error: ParrotError) -> tuple[int, Mapping[str, An
     return error.status, error.to_payload()
 
 
-def error_headers(error: ParrotError, status: int) -> Mapping[str, str] | None:
+def error_headers(
+    error: ParrotError, status: int, *, is_new_call: bool = False
+) -> Mapping[str, str] | None:
+    """`is_new_call`: a repeated request makes a new call, so no error is final for the client."""
+    if error.is_final and not is_new_call:
+        return None
     if isinstance(error, QuotaExceeded) and error.retry_after_s is not None:
         return {"Retry-After": str(max(1, ceil(error.retry_after_s)))}
     return _HEADERS.get(status)

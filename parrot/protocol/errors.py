@@ -51,6 +51,8 @@ class ParrotError(Exception):
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "parrot_error"
+    # The error is the result of a call, so the same request always receives it again.
+    is_final: bool = False
     code: str | None = None  # Of a foreign server's error. It is not sent to other processes.
 
     def __init_subclass__(cls, *, status: int | None = None) -> None:

@@ -255,8 +255,8 @@ class CoreConfig(ConfigModel):
     )
     no_engine_timeout: Seconds | None = Field(
         None,
-        description="A call fails when no engine has served its model for this long. null: "
-        "`engine_heartbeat_timeout`.",
+        description="A read receives `no_engine` when no engine has served a needed model for this "
+        "long. The call stays, and a later read waits again. null: `engine_heartbeat_timeout`.",
     )
     constant_prefix_var_timeout: Seconds = Field(
         600.0, description="An unused context of a constant prefix is freed after this long."

@@ -37,6 +37,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.events import (
     CallAdded,
     CancelRequested,
+    CompletionUnserved,
     CoreClosed,
     SessionBegan,
     SessionDeleted,
@@ -142,6 +143,7 @@ class ServeCore:
             config, self.clock, self.dispatcher, sandbox, self.tenants, self.sessions
         )
         self.sessions.connect(self.tasks, self.dispatcher.estimates, self._expire)
+        self.events.add({CompletionUnserved: self._refuse_readers})
         self.reads = Reads(
             self._timers,
             self.clock,
@@ -459,6 +461,11 @@ class ServeCore:
     def _require_open(self) -> None:
         if self.is_closing:
             raise Unavailable("ServeCore is shutting down")
+
+    def _refuse_readers(self, event: CompletionUnserved) -> None:
+        session = self.sessions.find_owner(event.completion.session_id)
+        if session is not None:
+            session.graph.activation.refuse_readers(event.completion, event.error)
 
     def _expire(self, session: Session, reason: str) -> None:
         text = f"session {session.id} {reason}"

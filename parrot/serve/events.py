@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec
 
 from parrot.protocol.engine_api import EngineInfo
+from parrot.protocol.errors import ParrotError
 from parrot.protocol.public import (
     CallResponse,
     NativeCallRequest,
@@ -112,6 +113,14 @@ class CompletionPlaced(NamedTuple):
     """The completion was sent to an engine."""
 
     completion: Completion
+
+
+class CompletionUnserved(NamedTuple):
+    """No engine has served the queued completion's models for `no_engine_timeout`. The completion
+    stays queued while a reader demands it."""
+
+    completion: Completion
+    error: ParrotError
 
 
 class CompletionRetried(NamedTuple):

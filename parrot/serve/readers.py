@@ -33,8 +33,9 @@ _ROUNDING_S = 1e-6  # Seconds. A timer may be early by a rounding error.
 
 class Reads:
     """Waits for variables. Cancelling a read or closing its iterator withdraws the read, and work
-    without another reader is cancelled. A read raises `TimedOut` at its timeout, or the variable's
-    error. With a journal, a value or an error is on disk before it is returned."""
+    without another reader is cancelled. A read raises `TimedOut` at its timeout, the variable's
+    error, or `NoEngine` while no engine can run a needed call; the value may still come then. With
+    a journal, a value or an error is on disk before it is returned."""
 
     def __init__(
         self,
@@ -84,10 +85,16 @@ class Reads:
         return f"`{variable.name}` was not ready after {options.timeout:g} s: {self._why(variable)}"
 
     def stream(
-        self, session: Session, variable: SemanticVariable, options: ReadLimits
+        self,
+        session: Session,
+        variable: SemanticVariable,
+        options: ReadLimits,
+        *,
+        is_patient: bool = False,
     ) -> AsyncGenerator[str]:
-        """The value in deltas, starting with the text so far."""
-        deltas = self._stream(session, variable, options)
+        """The value in deltas, starting with the text so far. If `is_patient`, the stream waits for
+        an engine without a limit."""
+        deltas = self._stream(session, variable, options, is_patient)
         if not self._events.has_sink(ReadBegan, ReadEnded):
             return deltas
         return self._stream_with_events(session, variable, options, deltas)
@@ -105,14 +112,14 @@ class Reads:
                     yield delta
 
     async def _stream(
-        self, session: Session, variable: SemanticVariable, options: ReadLimits
+        self, session: Session, variable: SemanticVariable, options: ReadLimits, is_patient: bool
     ) -> AsyncGenerator[str]:
         async with session.published():
             if variable.is_settled:
                 if text := variable.result():
                     yield text
                 return
-            deltas = variable.stream()
+            deltas = variable.stream(is_patient=is_patient)
             with self._open(session, options) as read:
                 read.add_reader(variable, as_stream=True)
                 if options.blocked:
@@ -236,9 +243,21 @@ class _Read:
         """The variables of a race. When it is decided, the others are not run in background."""
 
     def add_reader(
-        self, variable: SemanticVariable, *, as_stream: bool = False, is_racing: bool = False
+        self,
+        variable: SemanticVariable,
+        *,
+        as_stream: bool = False,
+        is_racing: bool = False,
+        on_refused: Callable[[SemanticVariable, ParrotError], None] | None = None,
     ) -> None:
-        reader = Reader(variable, self._criteria, self._deadline, as_stream, is_racing)
+        reader = Reader(
+            variable,
+            self._criteria,
+            self._deadline,
+            as_stream,
+            is_racing,
+            on_refused=on_refused,
+        )
         self._readers.append(reader)
         self._activation.add_reader(reader)
 
@@ -263,6 +282,7 @@ class _Race:
         self._read = read
         self._watched: list[SemanticVariable] = []
         self._winners: list[SemanticVariable] = []
+        self._refused: set[SemanticVariable] = set()  # No engine can run their calls now.
         self._error: ParrotError | None = None
 
     def enter(self, variable: SemanticVariable) -> None:
@@ -271,7 +291,7 @@ class _Race:
         elif not self.decided.done():
             self._watched.append(variable)
             variable.on_settled(self._on_settled)
-            self._read.add_reader(variable, is_racing=self._has_losers)
+            self._read.add_reader(variable, is_racing=self._has_losers, on_refused=self._on_refused)
 
     @property
     def progress(self) -> str:
@@ -291,17 +311,29 @@ class _Race:
             raise self._error.again()
         return self._winners
 
+    def _on_refused(self, variable: SemanticVariable, error: ParrotError) -> None:
+        if self.decided.done() or variable.is_settled:
+            return
+        self._refused.add(variable)
+        if self._num_open - len(self._refused) + len(self._winners) < self._num_needed:
+            self._error = error
+            self._decide()
+
     def _on_settled(self, variable: SemanticVariable) -> None:
         if self.decided.done():
             return
         self._num_open -= 1
+        self._refused.discard(variable)
         if variable.error is None:
             self._winners.append(variable)
         elif self._num_open + len(self._winners) < self._num_needed:
             self._error = self._too_few(variable.error)
         if self._error is not None or len(self._winners) == self._num_needed:
-            self.decided.set_result(None)
-            self._read.withdraw()
+            self._decide()
+
+    def _decide(self) -> None:
+        self.decided.set_result(None)
+        self._read.withdraw()
 
     def _too_few(self, cause: ParrotError) -> ParrotError:
         """The error of a race that can no longer succeed, of the same type as `cause`."""
@@ -312,6 +344,7 @@ class _Race:
             param=cause.param,
         )
         error.__cause__ = cause
+        error.is_final = True
         return error
 
 

@@ -99,7 +99,7 @@ def _restore(
     turns.restored()
     history.journal_to(journal)
     kept.journal_to(journal, lambda: core.is_closing)
-    responses.resume(core.fleet.joined, core.config.unserved_timeout_s)
+    responses.resume(core.fleet.joined)
 
 
 def empty_app(

@@ -506,17 +506,3 @@ async def test_a_background_response_that_was_interrupted_can_be_cancelled_and_d
         assert (await ended(site, responses[0]["id"]))["status"] == "cancelled"
         async with site.http.get(paths[1]) as answer:
             assert answer.status == 404
-
-
-async def test_a_background_response_whose_model_nobody_serves_any_more_fails() -> None:
-    file = MemoryFile()
-    async with serving(file, hanging()) as site:
-        response = await begun_in_the_background(site)
-        await journal_of(site).durable()
-        records = file.records.copy()
-    config = CoreConfig(no_engine_timeout=0.05)
-    other = fake_engine("e1", model="another")
-    async with serving(MemoryFile(records), other, config=config) as site:
-        made = await ended(site, response["id"])
-        assert made["status"] == "failed"
-        assert MODEL in made["error"]["message"]

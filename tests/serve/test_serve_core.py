@@ -96,7 +96,7 @@ async def test_a_timeout_says_what_the_read_waited_for() -> None:
     early = world.call("early", models=["nobody"], func_name="early")
     assert (await _timed_out(world, early)).endswith("no engine is registered")
     await world.join()
-    assert "model `nobody` is not served; available: tiny" in await _timed_out(world, early)
+    assert "no engine serves model `nobody` now; available: tiny" in await _timed_out(world, early)
     running = world.call("y", func_name="tell")
     assert "the call `tell` is running on engine fake" in await _timed_out(world, running)
     behind = world.call("z", running)

@@ -208,7 +208,7 @@ class VendorEndpoint(Endpoint):
             orjson.dumps(body),
             status_code=status,
             media_type="application/json",
-            headers=error_headers(error, status),
+            headers=error_headers(error, status, is_new_call=True),
         )
 
 

@@ -25,7 +25,13 @@ from parrot.protocol.errors import (
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.index import PrefixIndex
 from parrot.serve.contexts.ledger import ContextLedger
-from parrot.serve.events import CompletionPlaced, CompletionRetried, EngineDrained, Events
+from parrot.serve.events import (
+    CompletionPlaced,
+    CompletionRetried,
+    CompletionUnserved,
+    EngineDrained,
+    Events,
+)
 from parrot.serve.execution.fleet import Connect, Engine, EngineChange, Fleet
 from parrot.serve.execution.prefetch import PrefetchCounts, Prefetcher
 from parrot.serve.execution.refusals import Refusals
@@ -53,7 +59,8 @@ _MAX_KEYS_IN_ALL = 65_536  # Number of prefix keys remembered for all lost engin
 
 
 class GracePeriods:
-    """Fails queued runs whose models no engine has served for `grace_s(models)` seconds.
+    """Refuses the readers of queued runs whose models no engine has served for `grace_s` seconds,
+    again and again while such runs are queued. Runs of unknown models fail at once.
 
     The time counts from the loss of the last such engine, or from when the run was queued if that
     was later. The wait gives a lost engine time to return."""
@@ -61,13 +68,15 @@ class GracePeriods:
     def __init__(
         self,
         timers: TimerQueue,
-        grace_s: Callable[[Models], float],
+        grace_s: float,
         scheduler: Scheduler,
+        fleet: Fleet,
         fail_run: Callable[[Run], None],
     ) -> None:
         self._timers = timers
         self._grace_s = grace_s
         self._scheduler = scheduler
+        self._fleet = fleet
         self._fail_run = fail_run
         self._backlog = Backlog()
         self._pending: dict[Models, Timer] = {}
@@ -83,31 +92,41 @@ class GracePeriods:
 
     def start(self, models: Models, since: float) -> None:
         """Start the grace period of these models. No effect if it is already running."""
-        if models not in self._pending:
-            self._pending[models] = self._timers.call_at(
-                since + self._grace_s(models), lambda: self._expire(models, since)
-            )
+        if models in self._pending:
+            return
+        grace_s = 0.0
+        if not self._fleet.is_unknown(models):
+            grace_s = self._grace_s
+            self._fleet.expect(models)
+        self._pending[models] = self._timers.call_at(
+            since + grace_s, lambda: self._expire(models, since)
+        )
 
     def _expire(self, models: Models, since: float) -> None:
         del self._pending[models]
-        self._backlog.add(models, self._fail_unserved(models, since))
+        self._backlog.add(models, self._refuse(models, since))
 
-    def _fail_unserved(self, models: Models, since: float) -> Iterator[int]:
+    def _refuse(self, models: Models, since: float) -> Iterator[int]:
         later: list[float] = []
         for run in self._scheduler.queued(models):
             assert isinstance(run, Run), run
             if self._scheduler.engines.num_members(models):
                 return  # An engine has joined.
             if run.state is not RunState.QUEUED:
-                continue  # The failure of an earlier run has stopped it.
+                continue  # The end of an earlier run has stopped it.
             if run.arrived > since:
                 later.append(run.arrived)
-            else:
-                size = len(run.waiters)
+                continue
+            size = len(run.waiters)
+            if self._fleet.is_unknown(models):
                 self._fail_run(run)
-                yield size
-        if later:
-            self.start(models, min(later))
+            else:
+                error = self._fleet.unserved_error(models)
+                for waiter in list(run.waiters):
+                    self._fleet.events.emit(CompletionUnserved, waiter, error)
+            yield size
+        if self._scheduler.queued(models):
+            self.start(models, min(later, default=self._timers.clock.now()))
 
 
 class ReturningEngines:
@@ -310,8 +329,9 @@ class Dispatcher:
         self._results = ResultCache(settings, clock) if settings.reuse_results else None
         self._grace = GracePeriods(
             self._timers,
-            lambda models: 0.0 if self.fleet.is_unknown(models) else config.unserved_timeout_s,
+            config.unserved_timeout_s,
             self._scheduler,
+            self.fleet,
             lambda run: self._runs.fail(run, self.fleet.unserved_error(run.models)),
         )
         self._returning = ReturningEngines(clock, self._ledger.index)

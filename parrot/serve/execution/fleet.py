@@ -42,6 +42,9 @@ from parrot.utils.tasks import TaskSet
 # Seconds between two free requests to one engine. Larger values make larger batches.
 _FREE_INTERVAL_S = 0.01
 _MAX_FREE_INTERVAL_S = 5.0  # Upper limit of this interval after failed requests, which double it.
+# Largest number of expected models. Above it, an accepted call may fail with `NotFound` when the
+# first engine, of another model, has registered.
+_MAX_EXPECTED = 1024
 _MAX_FREES_PER_REQUEST = 65536  # Largest number of context ids in one free request.
 
 
@@ -193,7 +196,7 @@ class Fleet:
         self._connect = connect or http_connect(config.cluster_token, lambda: self.identity)
         self._scheduler = scheduler
         self._ledger = ledger
-        self._events = events
+        self.events = events
         self._on_change = on_change
         self._tokenizers = TokenizerRegistry(config.public_prefixes)
         self._ids = itertools.count()
@@ -205,6 +208,8 @@ class Fleet:
         self._known_models: dict[str, int] = {}
         self._losses: dict[str, str] = {}  # The last loss of an engine of each model.
         self._configured_models = frozenset(config.prices)
+        # Models of calls that were accepted before an engine had served them.
+        self._expected_models: set[str] = set()
         self._log: CommandLog | None = None
         self._pings, self._closing = TaskSet(), TaskSet()
         self._frees = FreeSender(timers.clock)
@@ -242,12 +247,18 @@ class Fleet:
         self._joined.set()
         self._joined = asyncio.Event()
         logger.info("engine %s joined with id %d: %s", info.engine_name, engine.id, info.model)
-        self._events.emit(EngineJoined, info)
+        self.events.emit(EngineJoined, info)
         return engine.id
 
     def restore_model(self, subject: str, fields: Fields) -> None:
         """Mark a model as known because engines served it before the restart."""
         self._known_models.setdefault(fields["name"], fields["since"])
+
+    def expect(self, models: Sequence[str]) -> None:
+        """Mark the models of an accepted call as known. Their engines may register later than those
+        of other models."""
+        if len(self._expected_models) < _MAX_EXPECTED:
+            self._expected_models.update(models)
 
     def record_models(self, log: CommandLog) -> None:
         """Record each new model in `log` from now on."""
@@ -294,7 +305,7 @@ class Fleet:
         if not engine.is_alive:
             return
         logger.warning("engine %s (%d) is lost: %s", engine.info.engine_name, engine.id, reason)
-        self._events.emit(EngineLost, engine.info, reason)
+        self.events.emit(EngineLost, engine.info, reason)
         engine.is_alive = False
         self._losses[engine.info.model] = engine.loss = f"{engine.info.engine_name}: {reason}"
         self._record_stall(engine)
@@ -392,13 +403,14 @@ class Fleet:
     def unserved_error(self, models: Sequence[str], param: str = "models") -> ParrotError:
         """The error for a call whose models no engine serves. `models` is empty for any model.
         Unknown models are an error of the request's field `param`."""
-        if not self.engines:
+        is_unknown = self.is_unknown(models)
+        if not self.engines and not is_unknown:
             losses = [self._losses[m] for m in models or self._losses if m in self._losses]
             lost = f"; lost: {losses[-1]}" if losses else ""
             return NoEngine(f"no engine is registered{lost}")
         wanted = " or ".join(f"`{model}`" for model in models)
-        served = ", ".join(sorted({engine.info.model for engine in self}))
-        if self.is_unknown(models):
+        served = ", ".join(sorted({engine.info.model for engine in self})) or "none now"
+        if is_unknown:
             return NotFound(f"model {wanted} is not served; available: {served}", param=param)
         losses = [self._losses[model] for model in models if model in self._losses]
         lost = f"; lost: {losses[-1]}" if losses else ""
@@ -410,16 +422,21 @@ class Fleet:
         return None if has_one else self.unserved_error(models)
 
     def is_unknown(self, models: Sequence[str]) -> bool:
-        """Whether none of these models was ever served or is configured.
+        """Whether none of these models was ever served, is configured or is expected.
 
-        False while no engine is registered, because their engines may register soon."""
-        known = self._known_models.keys() | self._configured_models
-        return bool(models and self.engines) and known.isdisjoint(models)
+        False while no model was ever served, because the first engines may register soon."""
+        if not models or not self._known_models:
+            return False
+        known = self._known_models.keys() | self._configured_models | self._expected_models
+        return known.isdisjoint(models)
 
     def require_known(self, models: Sequence[str]) -> None:
-        """Raise `NotFound` if the models are unknown, see `is_unknown`."""
+        """Raise `NotFound` if the models are unknown, see `is_unknown`. Otherwise an accepted call
+        may wait for them."""
         if self.is_unknown(models):
             raise self.unserved_error(models)
+        if not self.engines:
+            self.expect(models)
 
     # Leases
 

@@ -203,6 +203,13 @@ class Activation:
         self._clear_background(task)
         self._walk(task)
 
+    def refuse_readers(self, task: Task, error: ParrotError) -> None:
+        """No engine can run the started task now. Clients that wait for it, or for a wanted
+        consumer, receive `error`, except patient ones. Demand without a client ends. A task that
+        no reader demands then is idle, and starts again with its next reader."""
+        if not self._is_closed:
+            self._backlog.add(self, self._refusing(task, error))
+
     def add_producer(self, task: Task) -> None:
         """Add a linked task. Its outputs may already have readers and wanted consumers."""
         task.demand, task.reader_demand = self._count_demand(task)
@@ -426,6 +433,26 @@ class Activation:
                     self._clear_background(consumer)
                     self._dirty.append(consumer)
                 yield 1
+        self._walk()
+
+    def _refusing(self, task: Task, error: ParrotError) -> Iterator[int]:
+        below, found = [task], {task}
+        for other in below:
+            if other.is_finished:
+                continue
+            for output in other.outputs:
+                if output.is_settled:
+                    continue
+                output.refuse(error)
+                for reader in [one for one in output.readers if not one.has_client]:
+                    self.remove_reader(reader)
+            if other.in_background:
+                self._clear_background(other)
+                self._dirty.append(other)
+            consumers = [one for one in other.wanted_consumers() if one not in found]
+            found.update(consumers)
+            below += dict.fromkeys(consumers)
+            yield 1
         self._walk()
 
     def _clear_background(self, task: Task) -> None:

@@ -443,7 +443,8 @@ class SessionGraph:
             if draft.criteria is not None and draft.call.tasks:
                 last = draft.call.tasks[-1].outputs[-1]
                 if not last.is_settled:
-                    self.activation.add_reader(Reader(last, draft.criteria))
+                    reader = Reader(last, draft.criteria, has_client=False)
+                    self.activation.add_reader(reader)
 
 
 @contextmanager

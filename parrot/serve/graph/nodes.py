@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 from parrot.protocol.engine_api import FinishReason
-from parrot.protocol.errors import AlreadySet, ParrotError
+from parrot.protocol.errors import AlreadySet, ParrotError, Unavailable
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import Logprobs, SamplingConfig
 
@@ -94,7 +94,7 @@ class SemanticVariable:
         self._digest: bytes | None = None
         self._stats: RunStats | None = None
         self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []
-        self._watchers: list[asyncio.Future[None]] = []
+        self._watchers: list[asyncio.Future[ParrotError | None]] = []
 
     def __repr__(self) -> str:
         return f"<SemanticVariable {self.name} {self.id} {self.state}>"
@@ -175,21 +175,31 @@ class SemanticVariable:
         with suppress(ValueError):
             self._settled_callbacks.remove(callback)
 
+    def refuse(self, error: ParrotError) -> None:
+        """Raise `error` in all present waiters, except patient streams. The variable is unchanged,
+        so later readers wait for its value."""
+        self._wake(error)
+        for reader in list(self.readers):
+            if reader.on_refused is not None:
+                reader.on_refused(self, error)
+
     async def wait(self) -> str:
         """Wait until the variable is settled. Returns the value, or raises the error. The caller
         handles timeouts and removes its reader."""
         while not self.is_settled:
-            await self._wait_for_change()
+            if (refusal := await self._wait_for_change()) is not None:
+                raise refusal.again()
         return self.result()
 
     def result(self) -> str:
         """Return the value of a settled variable, or raise its error."""
         if self.error is not None:
-            raise self.error.again()
+            raise self._own_error()
         return self.text
 
-    async def stream(self) -> AsyncIterator[str]:
-        """Yield the text from its start, in deltas as they are generated. Raises the error."""
+    async def stream(self, *, is_patient: bool = False) -> AsyncIterator[str]:
+        """Yield the text from its start, in deltas as they are generated. Raises the error. If
+        `is_patient`, `refuse` has no effect."""
         sent = 0
         while True:
             if len(self.partial_text) > sent:
@@ -197,11 +207,20 @@ class SemanticVariable:
                 sent = len(self.partial_text)
                 yield delta
             elif self.error is not None:
-                raise self.error.again()
+                raise self._own_error()
             elif self.is_settled:
                 return
             else:
-                await self._wait_for_change()
+                refusal = await self._wait_for_change()
+                if refusal is not None and not is_patient:
+                    raise refusal.again()
+
+    def _own_error(self) -> ParrotError:
+        assert self.error is not None, self
+        error = self.error.again()
+        # `Unavailable` comes from a shutdown. The next process may have the session.
+        error.is_final = type(error) is not Unavailable
+        return error
 
     def _settle(self, state: VariableState) -> None:
         self.state = state
@@ -210,17 +229,19 @@ class SemanticVariable:
         for callback in callbacks:
             callback(self)
 
-    def _wake(self) -> None:
+    def _wake(self, refusal: ParrotError | None = None) -> None:
         watchers, self._watchers = self._watchers, []
         for watcher in watchers:
             if not watcher.done():
-                watcher.set_result(None)
+                watcher.set_result(refusal)
 
-    async def _wait_for_change(self) -> None:
-        watcher: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _wait_for_change(self) -> ParrotError | None:
+        """Wait for a change of the variable. Returns the error of `refuse`, if it was called."""
+        loop = asyncio.get_running_loop()
+        watcher: asyncio.Future[ParrotError | None] = loop.create_future()
         self._watchers.append(watcher)
         try:
-            await watcher
+            return await watcher
         finally:
             if watcher.cancelled() and watcher in self._watchers:  # `_wake` was not called.
                 self._watchers.remove(watcher)
@@ -347,6 +368,8 @@ class Reader:
     deadline: float | None = None  # On the clock's scale.
     wants_stream: bool = False
     is_racing: bool = False  # The variable is a candidate of a race.
+    has_client: bool = True  # False: a call with `output_criteria`, which runs at once.
+    on_refused: "Callable[[SemanticVariable, ParrotError], None] | None" = None  # See `refuse`.
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -32,6 +32,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig
+from parrot.serve.events import CompletionUnserved
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import (
     CallOptions,
@@ -77,8 +78,7 @@ class Life:
     num_lost_before: int  # Number of engines lost before the call was submitted.
     faults: list[ParrotError] = field(default_factory=list)  # The engines' errors for this call.
     is_cancelled: bool = False
-    # Numbers of lost engines and of available engines when the output was settled.
-    end: tuple[int, int] | None = None
+    end: int | None = None  # Number of lost engines when the output was settled.
 
 
 class WatchedEngine(FakeEngine):
@@ -108,6 +108,7 @@ class History:
         self.completions: list[Completion] = []
         self.lives: dict[int, Life] = {}
         self.num_joined = 0
+        self.dispatcher.events.add({CompletionUnserved: self.give_up})
         self.withdrawn: set[int] = set()
 
     def connect(self, info: EngineInfo) -> FakeEngine:
@@ -161,8 +162,7 @@ class History:
         return self.num_joined - len(self.dispatcher.fleet.views())
 
     def note_end(self, life: Life) -> None:
-        serving = [view for view in self.dispatcher.fleet.views() if not view.is_draining]
-        life.end = (self.num_lost, len(serving))
+        life.end = self.num_lost
 
     async def act(self) -> None:
         match self.rng.randrange(12):
@@ -194,6 +194,13 @@ class History:
                 self.dispatcher.drains.drain(view.id, is_draining=self.rng.random() < 0.5)
             case _:
                 await self.clock.advance(self.rng.choice([0.0, 0.1, 5.0, 20.0]))
+
+    def give_up(self, event: CompletionUnserved) -> None:
+        """The readers leave when no engine can run the call."""
+        assert isinstance(event.error, NoEngine)
+        assert all(view.is_draining for view in self.dispatcher.fleet.views())
+        assert not event.completion.output.is_settled
+        self.withdraw(event.completion)
 
     def withdraw(self, completion: Completion) -> None:
         if completion.output.is_settled:
@@ -243,7 +250,7 @@ class History:
     def check_error(self, completion: Completion, error: ParrotError) -> None:
         life = self.lives[completion.id]
         assert life.end is not None, completion
-        num_lost, num_alive = life.end
+        num_lost = life.end
         identity = self.identity(completion)  # Calls with the same identity may share a run.
         same = [self.lives[c.id] for c in self.completions if self.identity(c) == identity]
         faults = [fault for other in same for fault in other.faults]
@@ -254,8 +261,6 @@ class History:
         match error:
             case Cancelled():
                 assert life.is_cancelled, error
-            case NoEngine():
-                assert num_alive == 0, error
             case OutOfMemory() | QuotaExceeded():
                 assert was_tried, (error, faults)
                 assert type(error) in map(type, refusals), (error, faults)

@@ -69,11 +69,12 @@ async def test_calls_wait_for_the_only_engine_that_drains_until_their_grace_ends
     assert (view.num_running, view.num_queued) == (1, 1)
     assert 0 < view.needed_tokens <= view.info.tokens_capacity
     world.dispatcher.drains.drain(engine_id, is_draining=True)
+    reading = asyncio.ensure_future(queued.output.wait())
     for _ in range(4):
         world.heartbeat(engine_id)
         await world.clock.advance(8.0)
     with pytest.raises(NoEngine):
-        await queued.output.wait()
+        await reading
     world.dispatcher.check_integrity()
     engine.resume.set()
     assert await runs.output.wait()

@@ -63,7 +63,7 @@ async def test_typed_errors_fail_at_once(world: World, error: ParrotError) -> No
     await world.join(engine)
     completion = world.submit("a ", value("b"))
     failed = await error_of(completion)
-    assert (type(failed), vars(failed)) == (type(error), vars(error))
+    assert (type(failed), vars(failed)) == (type(error), vars(error) | {"is_final": True})
     assert completion.state is CompletionState.FAILED
     assert len(engine.requests) == 1
     engine.script = Script()

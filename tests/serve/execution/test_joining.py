@@ -1,5 +1,7 @@
 """Engines that register, are lost and return, and calls without an engine."""
 
+import asyncio
+
 import pytest
 
 from parrot.protocol.engine_api import EngineType
@@ -77,12 +79,14 @@ async def test_a_silent_engine_is_lost_and_must_register_again(world: World) -> 
     await world.clock.advance(11)
     assert not list(world.dispatcher.fleet)
     assert not completion.output.is_settled
+    reading = asyncio.ensure_future(error_of(completion))
     await world.clock.advance(30)  # The grace period.
-    assert isinstance(completion.output.error, NoEngine)
+    assert isinstance(await reading, NoEngine)
+    assert not completion.output.is_settled
     assert world.heartbeat(engine_id) == "unknown"
     engine.script = Script()
     await world.join(engine)
-    await world.submit("a").output.wait()
+    assert await completion.output.wait() == "<1>"
 
 
 async def test_an_engine_with_work_but_without_steps_is_lost(world: World) -> None:
@@ -165,18 +169,28 @@ async def test_no_engine(world: World) -> None:
     await world.clock.advance(31)  # The engine is lost.
     await world.join(fake_engine(model="tiny"))
     waiting = world.submit("a", options=other)
+    reading = asyncio.ensure_future(error_of(waiting))
     await world.clock.advance(29)
-    assert not waiting.output.is_settled
+    assert not reading.done()
     late = world.submit("b", options=other)
+    reading_late = asyncio.ensure_future(late.output.wait())
     world.heartbeat(1)
     await world.clock.advance(2)
-    error = await error_of(waiting)
+    error = await reading
     assert isinstance(error, NoEngine)
     assert "llama" in error.message
-    assert not late.output.is_settled  # Its grace period starts later.
+    assert not reading_late.done()  # Its grace period starts later.
+    reading = asyncio.ensure_future(error_of(waiting))
+    for _ in range(4):
+        world.heartbeat(1)
+        await world.clock.advance(9)
+    assert isinstance(await reading, NoEngine)  # A later reader is refused after its own wait.
+    with pytest.raises(NoEngine):
+        await reading_late
     llama = fake_engine("llama", model="llama")
     await world.join(llama)
     assert await late.output.wait() == "<1>"
+    assert await waiting.output.wait() == "<1>"
 
 
 async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) -> None:
@@ -198,8 +212,9 @@ async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) ->
     await world.clock.advance(30.5)  # The engine is lost again. A call is submitted afterwards.
     assert not list(world.dispatcher.fleet)
     last = world.submit("d", options=CallOptions(func_name="f"))
+    reading = asyncio.ensure_future(error_of(last))
     await world.clock.advance(30)
-    assert isinstance(await error_of(last), NoEngine)
+    assert isinstance(await reading, NoEngine)
 
 
 async def test_registering_again_replaces(world: World) -> None:

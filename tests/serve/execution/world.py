@@ -10,6 +10,7 @@ from parrot.protocol.errors import ParrotError
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import CoreConfig, GlobalSchedulerConfig
+from parrot.serve.events import CompletionUnserved
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import (
     CallOptions,
@@ -43,6 +44,7 @@ class World:
             max_engines_num=4,
         )
         self.dispatcher = Dispatcher(config, self.clock, self.connect)
+        self.dispatcher.events.add({CompletionUnserved: _refuse})
 
     def connect(self, info: EngineInfo) -> FakeEngine:
         return self.engines[info.engine_name]
@@ -108,6 +110,10 @@ class World:
     async def settle(self) -> None:
         for _ in range(30):
             await asyncio.sleep(0)
+
+
+def _refuse(event: CompletionUnserved) -> None:
+    event.completion.output.refuse(event.error)
 
 
 def value(text: str) -> SemanticVariable:

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import orjson
 
@@ -275,8 +276,9 @@ class Responses:
     async def _work(
         self, job: Background, turn: Turn, parser: AnswerParser, record: StoredResponse
     ) -> None:
+        patient = replace(turn, is_patient=True)
         try:
-            async with aclosing(_parts(turn, parser)) as parts:
+            async with aclosing(_parts(patient, parser)) as parts:
                 async for part in parts:
                     job.add(part)
                     if isinstance(part, AnswerEnd):
@@ -312,13 +314,12 @@ class Responses:
         self.kept.write(record)
         record.body = b""
 
-    def resume(self, joined: Callable[[], Awaitable[None]], timeout_s: float) -> None:
-        """Resume the responses that the journal contains as unfinished. Each waits up to
-        `timeout_s` for an engine with its model, which `joined` reports. Each also waits until the
-        journal can be written."""
+    def resume(self, joined: Callable[[], Awaitable[None]]) -> None:
+        """Resume the responses that the journal contains as unfinished. Each waits for an engine
+        with its model, which `joined` reports, and until the journal can be written."""
         for record, fields in self.kept.unfinished.values():
             record.job = Background(None, fields["frame"], self.kept.published)
-            work = self._resume_one(record.job, fields, record, joined, timeout_s)
+            work = self._resume_one(record.job, fields, record, joined)
             self._tasks.spawn(work, name=record.id)
         self.kept.unfinished.clear()
 
@@ -328,7 +329,6 @@ class Responses:
         fields: Fields,
         record: StoredResponse,
         joined: Callable[[], Awaitable[None]],
-        timeout_s: float,
     ) -> None:
         def submit() -> tuple[Turn, AnswerParser]:
             if job.has_ended:
@@ -337,7 +337,7 @@ class Responses:
 
         try:
             asked = Asked.of(fields)
-            turn, parser = await when_served(submit, joined, self.kept.writable, timeout_s)
+            turn, parser = await when_served(submit, joined, self.kept.writable)
         except ParrotError as error:
             job.add(error)
             self._keep(job.writer, record)

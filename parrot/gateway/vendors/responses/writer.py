@@ -30,7 +30,6 @@ from parrot.protocol.errors import (
     InsufficientStorage,
     InvalidRequest,
     NoEngine,
-    NotFound,
     ParrotError,
     PromptTooLong,
     QuotaExceeded,
@@ -296,31 +295,17 @@ async def when_served(
     submit: Callable[[], T],
     joined: Callable[[], Awaitable[None]],
     writable: Callable[[], Awaitable[None]],
-    timeout_s: float,
 ) -> T:
     """Call `submit` once engines with the model exist and the journal can be written. `joined`
-    waits for the next engine, for up to `timeout_s`. `writable` waits for the journal, without
-    a limit. Raises the other errors of `submit`, and its `NoEngine` or `NotFound` at the timeout.
+    waits for the next engine, and `writable` for the journal. Raises the other errors of `submit`.
     """
     while True:
         try:
-            return await _when_served(submit, joined, timeout_s)
+            return submit()
+        except NoEngine:
+            await joined()
         except InsufficientStorage:
             await writable()
-
-
-async def _when_served(
-    submit: Callable[[], T], joined: Callable[[], Awaitable[None]], timeout_s: float
-) -> T:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    return submit()
-                except (NoEngine, NotFound):
-                    await joined()
-    except TimeoutError:
-        return submit()
 
 
 class Background:
