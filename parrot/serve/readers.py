@@ -216,8 +216,12 @@ class Reads:
         grace_s = 0.0
         try:
             yield read
+            session.was_abandoned = False
         except TimedOut:
             grace_s = READ_GRACE_S
+            raise
+        except (asyncio.CancelledError, GeneratorExit):
+            session.was_abandoned = True
             raise
         finally:
             session.timed_reads.pop(read, None)

@@ -268,6 +268,7 @@ class Session:
     client: str = ""  # see `Begin`
     timed_reads: dict[object, float] = field(default_factory=dict)  # open reads, and their timeouts
     was_read: bool = False  # a read has had to wait, so held calls may run
+    was_abandoned: bool = False  # a client has left the last read that ended
     is_wake_due: bool = False  # a timer will start the held calls
     expiry: Timer | None = None
     log: SessionLog | None = None

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel
 from starlette.responses import RedirectResponse
@@ -16,6 +17,7 @@ from parrot.gateway.audit import AuditLog, audited
 from parrot.gateway.page.feed import Feed, ReadRows, Rows
 from parrot.gateway.page.finished import FinishedRun
 from parrot.gateway.page.history import History
+from parrot.gateway.page.prompt import live_prompt, prompt_answer
 from parrot.gateway.page.rows import PageRows
 from parrot.gateway.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.protocol.answers import json_response
@@ -40,6 +42,7 @@ from parrot.protocol.public import (
 )
 from parrot.serve.core import ServeCore
 from parrot.serve.durability import Wait, durable_verb
+from parrot.serve.graph.nodes import Completion
 from parrot.serve.sessions import Session
 
 _FILES = Path(__file__).parent / "static"
@@ -62,6 +65,12 @@ class Since(BaseModel):
     since: Label | None = None
 
 
+class OfOutput(BaseModel):
+    """`output`: an output of the call; null: its last one."""
+
+    output: Label | None = None
+
+
 class VisitorView(BaseModel):
     """`tenant`: the name of the tenant whose sessions are shown; null: those of all tenants."""
 
@@ -75,7 +84,7 @@ class Page:
     def __init__(self, core: ServeCore, audit: AuditLog | None, history: History) -> None:
         self._core = core
         self._history = history
-        self._rows = PageRows(core, history)
+        self._rows = PageRows(core, history.context, history)
         self._feed = Feed(core.clock)
         self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
         self._audit = audit
@@ -90,6 +99,11 @@ class Page:
             self._endpoint("GET", "sessions/{session_id}", taking(Since, self.session)),
             self._endpoint(
                 "GET", "sessions/{session_id}/vars/{var_id}", taking(Since, self.variable)
+            ),
+            self._endpoint(
+                "GET",
+                "sessions/{session_id}/calls/{request_id}/prompt",
+                taking(OfOutput, self.prompt),
             ),
             self._endpoint(
                 "POST",
@@ -200,12 +214,29 @@ class Page:
         def view(found: Session | FinishedRun) -> Rows:
             if isinstance(found, FinishedRun):
                 return found.variable(var_id, sees_values=visitor.sees_values)
-            return self._rows.variable(found.graph.variable(var_id), visitor)
+            return self._rows.variable(found, var_id, sees_values=visitor.sees_values)
 
         read = self._reader(visitor, session_id, view)
         read()
         name = ("variable", session_id, var_id, visitor.sees_values)
         return self._while_signed_in(visitor, self._feed.changes(name, read, since))
+
+    async def prompt(
+        self, visitor: Visitor, session_id: int, request_id: int, output: str | None
+    ) -> bytes:
+        """The prompt of a call as its model received it. Raises `NotFound`, and `PermissionDenied`
+        for a visitor who sees no values."""
+        found = self._visible_run(visitor, session_id)
+        if not visitor.sees_values:
+            raise PermissionDenied("the texts of this run are visible only to its tenant")
+        if isinstance(found, FinishedRun):
+            prompt = found.prompt(request_id, output)
+        else:
+            completion = _completion(found, request_id, output)
+            prompt = live_prompt(completion, is_api=found.is_program)
+        engines = (one for one in self._core.fleet if one.info.model == prompt.model)
+        tokenizer = next((engine.tokenizer for engine in engines), None)
+        return orjson.dumps(await prompt_answer(prompt, tokenizer))
 
     def _reader(
         self, visitor: Visitor, session_id: int, view: Callable[[Session | FinishedRun], Rows]
@@ -300,6 +331,16 @@ class Page:
         response = json_response(EmptyResponse())
         response.delete_cookie(name, path="/ui", httponly=True, samesite="strict")
         return response
+
+
+def _completion(session: Session, request_id: int, var_id: str | None) -> Completion:
+    """The completion of a call that makes `var_id`, or its last one. Raises `NotFound`."""
+    call = session.graph.calls.get(request_id)
+    tasks = () if call is None else reversed(call.tasks)
+    for task in tasks:
+        if isinstance(task, Completion) and var_id in (None, task.output.id):
+            return task
+    raise NotFound(f"run {session.id} has no call {request_id} with a prompt")
 
 
 def _cookie_name(request: Request) -> str:

@@ -2,17 +2,19 @@
 
 All texts are in `strings`, apart from the rows, because not every visitor may see them."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 import orjson
 
 from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.privacy import hidden, without_texts
+from parrot.gateway.page.prompt import CallPrompt, PromptPiece
 from parrot.gateway.page.rows import (
     MAX_CHARS,
     call_row,
     last_variables,
+    run_fields,
     text_rows,
     variable_row,
 )
@@ -21,8 +23,10 @@ from parrot.protocol.errors import NotFound, ParrotError
 from parrot.serve.graph.nodes import (
     Completion,
     CompletionState,
+    PieceKind,
     SemanticVariable,
     Task,
+    TextPiece,
     VariablePiece,
 )
 from parrot.serve.sessions import Session
@@ -77,6 +81,7 @@ class FinishedRun(NamedTuple):
         source = orjson.loads(self.sources).get(var_id, {}) if sees_values else {}
         if call is not None:
             rows["call"] = {"func": call["func_name"], "request_id": call["request_id"]}
+            rows["call"] |= source.get("run", {})
             if "prompt" in source:
                 rows["call"]["prompt"] = [self._piece(piece) for piece in source["prompt"]]
             if "source" in source:
@@ -88,6 +93,47 @@ class FinishedRun(NamedTuple):
         elif row["chars"]:
             row["is_left_out"] = True
         return rows
+
+    def prompt(self, request_id: int, var_id: str | None) -> CallPrompt:
+        """The prompt of a call, of its output `var_id` or its last output. Raises `NotFound`."""
+        known, sources = orjson.loads(self.rows), orjson.loads(self.sources)
+        call = called(known.values(), request_id, var_id, self.id)
+        links: list[list[PromptPiece]] = []
+        output = call["output_var_id"]
+        while output is not None:
+            source = sources.get(output, {})
+            if "prompt" not in source:
+                raise NotFound(f"the prompt was not kept: run {self.id} has too much text")
+            pieces, earlier = source["prompt"], None
+            if pieces and "var" in pieces[0] and "name" not in pieces[0]:
+                earlier = pieces.pop(0)["var"]
+            link = [self._prompt_piece(piece, sources) for piece in pieces]
+            if links:
+                name = known.get(f"var:{output}", {}).get("name", "")
+                link.append(PromptPiece(PieceKind.OUTPUT, self._value(source), name))
+            links.insert(0, link)
+            output = earlier
+        is_known = call["state"] == CompletionState.DONE and not call["reused"]
+        num_tokens = call["cached_tokens"] + call["computed_tokens"]
+        return CallPrompt(
+            links,
+            sources[call["output_var_id"]].get("is_chat", False),
+            self.row["kind"] == "API",
+            call["model"],
+            call["cached_tokens"] if is_known and num_tokens else None,
+            num_tokens if is_known and num_tokens else None,
+            call["remark"],
+        )
+
+    def _prompt_piece(self, piece: Row, sources: dict[str, Row]) -> PromptPiece:
+        if "string" in piece:
+            kind = PieceKind(piece.get("kind", PieceKind.CONSTANT.value.decode()).encode())
+            return PromptPiece(kind, self._text(piece["string"]))
+        value = self._value(sources.get(piece["var"], {}))
+        return PromptPiece(PieceKind.VALUE, value, piece["name"])
+
+    def _value(self, source: Row) -> str | None:
+        return self._text(source["text"]) if "text" in source else None
 
     def fields(self) -> dict[str, Any]:
         """The fields of the run's journal record."""
@@ -106,10 +152,28 @@ class FinishedRun(NamedTuple):
         return cls(fields["tenant"], fields["row"], rows, sources, strings)
 
     def _piece(self, piece: Row) -> Row:
-        return {"text": self._text(piece["string"])} if "string" in piece else piece
+        """The piece as the page shows it."""
+        if "string" in piece:
+            return {"text": self._text(piece["string"])}
+        return {name: piece[name] for name in ("var", "name") if name in piece}
 
     def _text(self, number: int) -> str:
         return self.strings[number].decode()
+
+
+def called(rows: Iterable[Row], request_id: int, var_id: str | None, run_id: int) -> Row:
+    """The row of the call's completion that makes `var_id`, or of its last one. Raises
+    `NotFound`."""
+    found = [
+        row
+        for row in rows
+        if row.get("request_id") == request_id
+        and row.get("kind") == "semantic"
+        and var_id in (None, row["output_var_id"])
+    ]
+    if not found:
+        raise NotFound(f"run {run_id} has no call {request_id} with a prompt")
+    return found[-1]
 
 
 class _Strings:
@@ -163,14 +227,18 @@ def finishing(
     for variable in reversed(variables):
         if source := _source(variable, strings):
             sources[variable.id] = source
+        if isinstance(variable.producer, Completion):
+            run = run_fields(variable.producer, session, context)
+            sources[variable.id] = source | {"run": run}
         yield 1 + len(variable.partial_text) // _STEP_CHARS
     for variable in variables:
-        rows[f"var:{variable.id}"] = _ended_variable(variable, error)
+        rows[f"var:{variable.id}"] = _ended_variable(variable, session, error)
         yield 1
     counts = sum_row(session, context)
     tasks = (task for call in session.graph.calls.values() for task in call.tasks)
     counts["cancelled"] -= sum(_did_not_run(task, error) for task in tasks)
-    was_stopped = ending.was_busy or last[1] == CompletionState.CANCELLED
+    was_left = ending.was_busy or (session.was_abandoned and _has_stopped_calls(session, error))
+    was_stopped = was_left or last[1] == CompletionState.CANCELLED
     state = "failed" if counts["failed"] else "cancelled" if was_stopped else "finished"
     ended = {"state": state, "ended_at": round(ending.at, 3)}
     return FinishedRun(
@@ -179,6 +247,14 @@ def finishing(
         orjson.dumps(rows),
         orjson.dumps(sources),
         tuple(strings.texts),
+    )
+
+
+def _has_stopped_calls(session: Session, error: ParrotError) -> bool:
+    """Whether a reader or another call needed a task that the end of the session has stopped."""
+    tasks = (task for call in session.graph.calls.values() for task in call.tasks)
+    return any(
+        task.outputs[0].error is error and task.times.activated is not None for task in tasks
     )
 
 
@@ -194,9 +270,9 @@ def _ended_call(task: Task, session: Session, error: ParrotError) -> Row:
     return row
 
 
-def _ended_variable(variable: SemanticVariable, error: ParrotError) -> Row:
+def _ended_variable(variable: SemanticVariable, session: Session, error: ParrotError) -> Row:
     """The variable's row. The end of the session is not shown as an error of its variables."""
-    row = variable_row(variable)
+    row = variable_row(variable, session.created_at)
     if variable.error is error:
         row["state"] = "empty"
         del row["errors"]
@@ -213,6 +289,8 @@ def _source(variable: SemanticVariable, strings: _Strings) -> Row:
         prompt = _prompt(task, strings)
         if prompt is not None:
             found["prompt"] = prompt
+            if task.options.chat:
+                found["is_chat"] = True
     elif task is not None and (place := strings.add(task.source)) is not None:
         found["source"] = place
     return found
@@ -227,7 +305,12 @@ def _prompt(task: Completion, strings: _Strings) -> list[Row] | None:
         if isinstance(piece, VariablePiece):
             pieces.append({"var": piece.variable.id, "name": piece.variable.name})
         elif (place := strings.add(piece.text)) is not None:
-            pieces.append({"string": place})
+            pieces.append({"string": place} | _kind_field(piece))
         else:
             return None
     return pieces
+
+
+def _kind_field(piece: TextPiece) -> Row:
+    is_constant = piece.kind is PieceKind.CONSTANT
+    return {} if is_constant else {"kind": piece.kind.value.decode()}

@@ -1,7 +1,6 @@
 """The last finished runs. The page and `parrot trace` show them like live sessions."""
 
 import logging
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,8 +35,8 @@ class History:
         self._max_bytes = config.history.size
         if config.journal is not None:
             self._max_bytes = min(self._max_bytes, config.journal_size // _JOURNAL_PART)
-        self._epoch = time.time() - core.clock.now()
-        self._context = RowContext.of(core, self._epoch)
+        self.context = RowContext.of(core)
+        self._epoch = self.context.epoch
         self._timers = TimerQueue(core.clock)
         self._expiry: Timer | None = None
         self._runs: dict[int, FinishedRun] = {}  # the first to end first
@@ -86,7 +85,7 @@ class History:
     def _keeping(self, session: Session, ending: RunEnd) -> Iterator[int]:
         try:
             room = self._max_bytes // _RUN_PART
-            run = yield from finishing(session, ending, self._context, room)
+            run = yield from finishing(session, ending, self.context, room)
         except Exception:
             logger.exception("run %s cannot be kept", session.id)
             return

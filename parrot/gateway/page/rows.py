@@ -4,7 +4,6 @@ and events.
 A row is small and contains no value that changes by itself, such as an age. So a row is sent again
 only after an event."""
 
-import time
 from collections.abc import Container, Iterator
 from dataclasses import asdict
 from itertools import islice
@@ -16,6 +15,7 @@ from parrot.gateway.page.privacy import hidden, without_texts
 from parrot.gateway.page.runs import (
     Row,
     RowContext,
+    first_words,
     head_row,
     last_tasks,
     sum_row,
@@ -40,6 +40,7 @@ from parrot.serve.views import engine_view, task_fields
 
 _PIECE_CHARS = 4096  # Characters of a value in one row. Only changed rows are sent again.
 MAX_CHARS = 2**20  # Characters of one value that are shown.
+_MAX_HEAD = 60  # Characters of a value that are shown with its variable.
 _MAX_CAUSES = 16  # Errors of one causal chain that are shown.
 _MAX_VARIABLES = 4096  # The last variables of a session are shown.
 # The fields of an engine that tenants see. Its address and its load are the operator's.
@@ -63,13 +64,15 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
 class PageRows:
     """Reads the rows from a core. Times are Unix time."""
 
-    def __init__(self, core: ServeCore, kept: Container[int] = ()) -> None:
-        """`kept`: the ids of finished runs that have a view."""
+    def __init__(
+        self, core: ServeCore, context: RowContext | None = None, kept: Container[int] = ()
+    ) -> None:
+        """`context`: None for a new one. `kept`: the ids of finished runs that have a view."""
         self._core = core
         self._kept = kept
         self._log = EventLog(core.clock)
         core.events.add(self._log.sink)
-        self._context = RowContext.of(core, time.time() - core.clock.now())
+        self._context = context or RowContext.of(core)
         self._sessions: dict[int, tuple[object, Row]] = {}  # inputs of the cached row, and the row
 
     def overview(self, visitor: Visitor) -> Rows:
@@ -120,22 +123,25 @@ class PageRows:
         for task in last_tasks(session):
             rows[f"call:{task.outputs[0].id}"] = call_row(task, session.created_at)
         for variable in last_variables(session):
-            rows[f"var:{variable.id}"] = variable_row(variable)
+            rows[f"var:{variable.id}"] = variable_row(variable, session.created_at)
         return rows if sees_values else without_texts(rows)
 
-    def variable(self, variable: SemanticVariable, visitor: Visitor) -> Rows:
-        """A variable and its producer. Prompt and value are included only if the visitor may see
-        them. The value is split into chunks, because it grows at its end."""
-        rows: dict[str, Row] = {"var": variable_row(variable)}
+    def variable(self, session: Session, var_id: str, *, sees_values: bool) -> Rows:
+        """A variable and its producer. Prompt, sampling, attempts and value are included only if
+        the visitor may see values. The value is split into chunks, because it grows at its end.
+        Raises `NotFound`."""
+        variable = session.graph.variable(var_id)
+        rows: dict[str, Row] = {"var": variable_row(variable, session.created_at)}
         task = variable.producer
         if task is not None:
             rows["call"] = {"func": task.func_name, "request_id": task.request_id}
-            if visitor.sees_values:
+            if sees_values:
                 rows["call"] |= _source(task)
                 if isinstance(task, Completion):
+                    rows["call"] |= run_fields(task, session, self._context)
                     self._core.dispatcher.follow(task)
                     rows["call"]["comes_whole"] = task.stats.comes_whole
-        if not visitor.sees_values:
+        if not sees_values:
             return without_texts(rows)
         return rows | text_rows(variable.partial_text)
 
@@ -201,7 +207,29 @@ def call_row(task: Task, began: float) -> Row:
     if task.state is CompletionState.FAILED and was_stopped(task):
         row["state"] = CompletionState.CANCELLED.value
     row["inputs"] = [variable.id for variable in task.inputs]
+    row["first_token_s"] = None
+    if (first := _first_token(task)) is not None:
+        row["first_token_s"] = first - began
     return row
+
+
+def _first_token(task: Task) -> float | None:
+    """When the first token was generated, on the clock's scale. None: not yet, or not known."""
+    if not isinstance(task, Completion) or task.stats.is_reused:
+        return None
+    times, decode_s = task.times, task.stats.decode_s
+    if times.finished is None or times.started is None or decode_s is None:
+        return times.first_token
+    return max(times.started, times.finished - decode_s)
+
+
+def run_fields(completion: Completion, session: Session, context: RowContext) -> Row:
+    """How the completion ran: its sampling fields that differ from the defaults, and its
+    attempts."""
+    return {
+        "sampling": completion.sampling.model_dump(mode="json", exclude_defaults=True),
+        "attempts": context.attempts.rows(completion, session.created_at),
+    }
 
 
 def text_rows(text: str) -> dict[str, Row]:
@@ -213,14 +241,18 @@ def text_rows(text: str) -> dict[str, Row]:
     }
 
 
-def variable_row(variable: SemanticVariable) -> Row:
+def variable_row(variable: SemanticVariable, began: float) -> Row:
+    """The row of a variable. `set_s`: when the program set it, in seconds since `began`."""
     producer = variable.producer
     row: Row = {
         "name": variable.name,
         "state": variable.state.value,
         "chars": len(variable.partial_text),
         "producer": None if producer is None else producer.outputs[0].id,
+        "set_s": None if variable.set_at is None else max(0.0, variable.set_at - began),
     }
+    if head := first_words([variable.partial_text[:_MAX_HEAD]], _MAX_HEAD):
+        row["head"] = head
     if variable.error is not None:
         row["errors"] = list(_causes(variable.error))
     return row

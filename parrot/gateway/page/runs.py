@@ -1,9 +1,11 @@
 """The rows of the list of runs: who ran what, its sums, its last words, and its shape."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+from parrot.gateway.page.attempts import AttemptLog
 from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import (
@@ -44,10 +46,15 @@ class RowContext(NamedTuple):
     epoch: float  # the clock's zero as Unix time
     name_of: Callable[[str], str]  # the name of a tenant for people
     prices: PriceTable | None  # None: no cost is computed
+    attempts: AttemptLog
 
     @classmethod
-    def of(cls, core: ServeCore, epoch: float) -> "RowContext":
-        return cls(epoch, core.tenants.name_of, core.prices)
+    def of(cls, core: ServeCore) -> "RowContext":
+        """The facts of this core. From now on its failed attempts are remembered."""
+        attempts = AttemptLog(core.clock)
+        core.events.add(attempts.sink)
+        epoch = time.time() - core.clock.now()
+        return cls(epoch, core.tenants.name_of, core.prices, attempts)
 
 
 def head_row(session: Session, context: RowContext) -> Row:
@@ -134,9 +141,9 @@ def _words(session: Session, tasks: Sequence[Task]) -> str:
         for piece in reversed(last.fill):
             if not isinstance(piece, TextPiece) or piece.kind is PieceKind.CONSTANT:
                 continue
-            if words := _first_words([piece.text]):
+            if words := first_words([piece.text]):
                 return words
-    return _first_words(_texts(last))
+    return first_words(_texts(last))
 
 
 def _texts(completion: Completion) -> Iterator[str]:
@@ -145,7 +152,7 @@ def _texts(completion: Completion) -> Iterator[str]:
         yield piece.text if isinstance(piece, TextPiece) else piece.variable.partial_text
 
 
-def _first_words(texts: Iterable[str]) -> str:
+def first_words(texts: Iterable[str], max_chars: int = _MAX_WORDS) -> str:
     """The first words, with one space between two of them."""
     found = ""
     num_left = _MAX_SCANNED
@@ -154,7 +161,7 @@ def _first_words(texts: Iterable[str]) -> str:
         num_left -= len(text)
         if num_left <= 0 or len(found.lstrip()) >= _MAX_WORDS * 2:
             break
-    return " ".join(found.split())[:_MAX_WORDS]
+    return " ".join(found.split())[:max_chars]
 
 
 def _shape(tasks: Sequence[Task], began: float) -> list[list[Any]]:

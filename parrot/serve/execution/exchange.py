@@ -27,6 +27,7 @@ from parrot.serve.execution.resuming import (
 from parrot.serve.execution.run import Attempt, Outcome, Run
 from parrot.serve.graph.nodes import TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer, Units, encode_prompt
+from parrot.utils.clock import Clock
 from parrot.utils.tasks import TaskSet
 
 
@@ -36,8 +37,9 @@ class Exchange:
     Exactly one of `keep` and `abandon` must follow each `run`, even a cancelled one. The exception
     is an attempt whose engine was lost."""
 
-    def __init__(self, ledger: ContextLedger) -> None:
+    def __init__(self, ledger: ContextLedger, clock: Clock) -> None:
         self._ledger = ledger
+        self._clock = clock
         self._drafts: DraftTexts | None = None
         self._followers = TaskSet()
         self._unstreamed: dict[int, Attempt] = {}  # Attempts in flight, by context id.
@@ -88,7 +90,7 @@ class Exchange:
         attempt = run.attempt
         if attempt is not None and attempt.is_unstreamed and attempt.follower is None:
             name = f"follower of completion {run.completion.id}"
-            attempt.follower = self._followers.spawn(_follow(run, attempt), name=name)
+            attempt.follower = self._followers.spawn(self._follow(run, attempt), name=name)
 
     def record_reported(self, engine: Engine) -> None:
         """Store the output tokens in the engine's heartbeat, for the case that the engine is lost.
@@ -161,38 +163,40 @@ class Exchange:
 
         def take(chunk: StreamChunk) -> None:
             if run.attempt is attempt:  # Otherwise the attempt is being stopped.
-                _deliver_chunk(run, attempt, chunk)
+                self._deliver_chunk(run, attempt, chunk)
 
         return await attempt.engine.client.generate(request, take)
 
+    async def _follow(self, run: Run, attempt: Attempt) -> None:
+        """Stream the output of an unstreamed request, from its first token. If streaming fails, the
+        output is delivered when it is finished."""
+        assert attempt.context is not None, attempt
+        _start_stream(run, attempt)
+        try:
+            async with aclosing(attempt.engine.client.follow(attempt.context.id)) as chunks:
+                async for chunk in chunks:
+                    self._deliver_chunk(run, attempt, chunk)
+        except ParrotError as error:
+            run.stats.comes_whole = error.message
 
-async def _follow(run: Run, attempt: Attempt) -> None:
-    """Stream the output of an unstreamed request, from its first token. If streaming fails, the
-    output is delivered when it is finished."""
-    assert attempt.context is not None, attempt
-    _start_stream(run, attempt)
-    try:
-        async with aclosing(attempt.engine.client.follow(attempt.context.id)) as chunks:
-            async for chunk in chunks:
-                _deliver_chunk(run, attempt, chunk)
-    except ParrotError as error:
-        run.stats.comes_whole = error.message
+    def _deliver_chunk(self, run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
+        if attempt.context is not None:
+            attempt.context.mark_computed()
+        if run.num_streamed == attempt.num_delivered:
+            now = self._clock.now()
+            for waiter in run.waiters:
+                waiter.times.first_token = now
+        tokens = None if attempt.tokenizer is None else attempt.tokenizer.encoder.vocabulary
+        run.ids.extend(chunk.ids)
+        run.num_streamed += max(len(chunk.ids), 1)
+        run.stats.logprobs = Logprobs.joined(run.stats.logprobs, chunk.logprobs, tokens)
+        run.append(chunk.text)
 
 
 def _start_stream(run: Run, attempt: Attempt) -> None:
     run.tokenizer_id = attempt.tokenizer.tokenizer_id if attempt.tokenizer else None
     run.ids = attempt.resumed_ids
     run.num_streamed = attempt.num_delivered
-
-
-def _deliver_chunk(run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
-    if attempt.context is not None:
-        attempt.context.mark_computed()
-    tokens = None if attempt.tokenizer is None else attempt.tokenizer.encoder.vocabulary
-    run.ids.extend(chunk.ids)
-    run.num_streamed += max(len(chunk.ids), 1)
-    run.stats.logprobs = Logprobs.joined(run.stats.logprobs, chunk.logprobs, tokens)
-    run.append(chunk.text)
 
 
 def _outcome(run: Run, attempt: Attempt, before: str, response: GenerateResponse) -> Outcome:

@@ -86,7 +86,7 @@ class RunTable:
         self._on_change = on_change
         self._on_done = on_done
         self._on_failed = on_failed
-        self._exchange = Exchange(ledger)
+        self._exchange = Exchange(ledger, clock)
         self._tasks = TaskSet()
         self._live: dict[Run, None] = {}  # Queued and placed runs.
         self._run_by_waiter: dict[int, Run] = {}  # By the id of the waiting completion.
@@ -303,6 +303,7 @@ class RunTable:
         waiter.stats = run.stats
         if run.state is RunState.PLACED:
             waiter.times.started = self._clock.now()
+            waiter.times.first_token = None
 
     def _update(self, run: Run) -> None:
         """Apply a change of the waiters or of their objectives."""

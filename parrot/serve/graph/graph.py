@@ -218,6 +218,7 @@ class SessionGraph:
         variable = SemanticVariable(self.ids.variables.next(), name, self.session_id)
         if text is not None:
             variable.set(text)
+            variable.set_at = self._clock.now()
         return variable
 
     def set_variable(self, var_id: str, text: str) -> None:
@@ -227,6 +228,7 @@ class SessionGraph:
         if variable.producer is not None and not variable.is_settled:
             raise Conflict(f"variable `{variable.name}` is the output of a call")
         variable.set(text)
+        variable.set_at = self._clock.now()
 
     def submit(self, request: CallRequest) -> CallResponse:
         """Add a call. Raises `InvalidRequest`, `CyclicGraph`, `Conflict`, `NotFound` or

@@ -74,6 +74,7 @@ class SemanticVariable:
         "producer",
         "readers",
         "session_id",
+        "set_at",
         "state",
         "tokenized",
     )
@@ -86,6 +87,7 @@ class SemanticVariable:
         self.partial_text = ""
         self.error: ParrotError | None = None
         self.tokenized: TokenizedText | None = None
+        self.set_at: float | None = None  # When the program set the value, on the clock's scale.
         self.producer: Task | None = None
         self.consumers: list[Task] = []
         self.readers: list[Reader] = []
@@ -313,6 +315,7 @@ class Timeline:
     activated: float | None = None
     ready: float | None = None
     started: float | None = None
+    first_token: float | None = None  # Of the last attempt, if its output is streamed.
     finished: float | None = None
 
 
