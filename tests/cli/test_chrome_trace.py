@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.cli.trace import chrome_trace
+from parrot.gateway.page.chrome_trace import chrome_trace
 from parrot.protocol.public import CompletionInfo, GraphEdge, SessionInfo
 
 

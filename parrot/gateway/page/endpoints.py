@@ -14,6 +14,7 @@ from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
 
 from parrot.gateway.audit import AuditLog, audited
+from parrot.gateway.page.download import live_run, run_json, run_trace
 from parrot.gateway.page.feed import Feed, ReadRows, Rows
 from parrot.gateway.page.finished import FinishedRun
 from parrot.gateway.page.history import History
@@ -105,6 +106,8 @@ class Page:
                 "sessions/{session_id}/calls/{request_id}/prompt",
                 taking(OfOutput, self.prompt),
             ),
+            self._endpoint("GET", "sessions/{session_id}/run.json", self.run_file),
+            self._endpoint("GET", "sessions/{session_id}/trace.json", self.trace_file),
             self._endpoint(
                 "POST",
                 "engines/{engine_id}/drain",
@@ -237,6 +240,23 @@ class Page:
         engines = (one for one in self._core.fleet if one.info.model == prompt.model)
         tokenizer = next((engine.tokenizer for engine in engines), None)
         return orjson.dumps(await prompt_answer(prompt, tokenizer))
+
+    async def run_file(self, visitor: Visitor, session_id: int) -> bytes:
+        """The run as JSON. Raises `NotFound`."""
+        run = await self._whole_run(visitor, session_id)
+        return run_json(run, sees_values=visitor.sees_values)
+
+    async def trace_file(self, visitor: Visitor, session_id: int) -> bytes:
+        """The run as a trace for Perfetto. Raises `NotFound`."""
+        run = await self._whole_run(visitor, session_id)
+        return run_trace(run, sees_values=visitor.sees_values)
+
+    async def _whole_run(self, visitor: Visitor, session_id: int) -> FinishedRun:
+        """A finished run, or a live one as it is now. Raises `NotFound`."""
+        found = self._visible_run(visitor, session_id)
+        if isinstance(found, FinishedRun):
+            return found
+        return await live_run(found, self._history.context)
 
     def _reader(
         self, visitor: Visitor, session_id: int, view: Callable[[Session | FinishedRun], Rows]

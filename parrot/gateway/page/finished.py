@@ -18,7 +18,14 @@ from parrot.gateway.page.rows import (
     text_rows,
     variable_row,
 )
-from parrot.gateway.page.runs import Row, RowContext, head_row, last_tasks, sum_row
+from parrot.gateway.page.runs import (
+    Row,
+    RowContext,
+    head_row,
+    last_tasks,
+    sum_row,
+    was_stopped,
+)
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.serve.graph.nodes import (
     Completion,
@@ -212,14 +219,24 @@ def finishing(
 ) -> Generator[int, None, FinishedRun]:
     """Take the view of a session that has ended and whose variables are all settled. The texts of
     the last variables are kept, up to `max_bytes`. Yields the sizes of the steps."""
+    run = yield from taking(session, context, max_bytes, ending.error)
     error = ending.error
+    tasks = [task for call in session.graph.calls.values() for task in call.tasks]
+    run.row["cancelled"] -= sum(_did_not_run(task, error) for task in tasks)
+    was_left = ending.was_busy or (session.was_abandoned and _has_stopped_calls(tasks, error))
+    is_stopped = was_left or _last_state(tasks, error) is CompletionState.CANCELLED
+    state = "failed" if run.row["failed"] else "cancelled" if is_stopped else "finished"
+    run.row.update(state=state, ended_at=round(ending.at, 3))
+    return run
+
+
+def taking(
+    session: Session, context: RowContext, max_bytes: int, error: ParrotError | None = None
+) -> Generator[int, None, FinishedRun]:
+    """Take the view of a session, which is live unless its unsettled variables got `error`."""
     rows: dict[str, Row] = {}
-    last: tuple[float, str] = (-1.0, CompletionState.DONE)  # end and state of the last call to end
     for task in last_tasks(session):
-        row = _ended_call(task, session, error)
-        rows[f"call:{task.outputs[0].id}"] = row
-        if row["state"] != CompletionState.IDLE and task.outputs[0].error is not error:
-            last = max(last, (row["finished_s"] or 0.0, row["state"]))
+        rows[f"call:{task.outputs[0].id}"] = _ended_call(task, session, error)
         yield _CALL_UNITS
     strings = _Strings(max_bytes)
     sources: dict[str, Row] = {}
@@ -228,52 +245,54 @@ def finishing(
         if source := _source(variable, strings):
             sources[variable.id] = source
         if isinstance(variable.producer, Completion):
-            run = run_fields(variable.producer, session, context)
-            sources[variable.id] = source | {"run": run}
+            fields = run_fields(variable.producer, session, context)
+            sources[variable.id] = source | {"run": fields}
         yield 1 + len(variable.partial_text) // _STEP_CHARS
     for variable in variables:
         rows[f"var:{variable.id}"] = _ended_variable(variable, session, error)
         yield 1
-    counts = sum_row(session, context)
-    tasks = (task for call in session.graph.calls.values() for task in call.tasks)
-    counts["cancelled"] -= sum(_did_not_run(task, error) for task in tasks)
-    was_left = ending.was_busy or (session.was_abandoned and _has_stopped_calls(session, error))
-    was_stopped = was_left or last[1] == CompletionState.CANCELLED
-    state = "failed" if counts["failed"] else "cancelled" if was_stopped else "finished"
-    ended = {"state": state, "ended_at": round(ending.at, 3)}
     return FinishedRun(
         session.tenant,
-        head_row(session, context) | counts | ended,
+        head_row(session, context) | {"state": "active"} | sum_row(session, context),
         orjson.dumps(rows),
         orjson.dumps(sources),
         tuple(strings.texts),
     )
 
 
-def _has_stopped_calls(session: Session, error: ParrotError) -> bool:
+def _has_stopped_calls(tasks: Iterable[Task], error: ParrotError) -> bool:
     """Whether a reader or another call needed a task that the end of the session has stopped."""
-    tasks = (task for call in session.graph.calls.values() for task in call.tasks)
     return any(
         task.outputs[0].error is error and task.times.activated is not None for task in tasks
     )
 
 
-def _did_not_run(task: Task, error: ParrotError) -> bool:
+def _last_state(tasks: Iterable[Task], error: ParrotError) -> CompletionState:
+    """The state of the call that ended last before the session."""
+    ended = [task for task in tasks if task.is_finished and task.outputs[0].error is not error]
+    last = max(ended, key=lambda task: task.times.finished or 0.0, default=None)
+    if last is None:
+        return CompletionState.DONE
+    return CompletionState.CANCELLED if was_stopped(last) else last.state
+
+
+def _did_not_run(task: Task, error: ParrotError | None) -> bool:
     """Whether no reader ever needed the task. The end of the session has not stopped it."""
-    return task.outputs[0].error is error and task.times.activated is None
+    is_unsettled = error is not None and task.outputs[0].error is error
+    return is_unsettled and task.times.activated is None
 
 
-def _ended_call(task: Task, session: Session, error: ParrotError) -> Row:
+def _ended_call(task: Task, session: Session, error: ParrotError | None) -> Row:
     row = call_row(task, session.created_at)
     if _did_not_run(task, error):
         row |= {"state": CompletionState.IDLE.value, "finished_s": None}
     return row
 
 
-def _ended_variable(variable: SemanticVariable, session: Session, error: ParrotError) -> Row:
+def _ended_variable(variable: SemanticVariable, session: Session, error: ParrotError | None) -> Row:
     """The variable's row. The end of the session is not shown as an error of its variables."""
     row = variable_row(variable, session.created_at)
-    if variable.error is error:
+    if error is not None and variable.error is error:
         row["state"] = "empty"
         del row["errors"]
     return row

@@ -127,7 +127,7 @@ async def test_no_view_shows_texts_to_others(is_over: bool) -> None:
         own = {path: await answer(site, path) for path in paths(site, runs, found)}
         assert SECRET in own["/ui/api/overview"][1]
         for path, (status, text) in own.items():
-            if str(runs[0]) in path.split("/"):
+            if str(runs[0]) in path.split("/") and not path.endswith("trace.json"):
                 assert (status, SECRET in text) == (200, True), path
         for key in ("k2", KEY):
             await sign_in(site, key)
