@@ -463,9 +463,41 @@ def variable(name: str) -> Rows:
             default = [{"text": "Summarize this in one sentence: "}, *pieces]
             found["call"]["prompt"] = _PROMPTS.get(name, default)
             found["call"]["sampling"] = {"temperature": 0.0, "seed": 7, "max_gen_length": 120}
+        if name == "why":
+            moved = {"engine": "engine-2", "queued_s": 0.0, "started_s": 17.4, "ran_s": 0.06}
+            now = {"engine": "engine-0", "queued_s": 0.0, "started_s": 17.46, "ran_s": None}
+            found["call"]["attempts"] = [
+                moved | {"why_left": "the engine drains"},
+                now | {"why_left": None},
+            ]
     if text := values().get(name):
         found["text:0"] = {"text": text}
     return found
+
+
+def prompt() -> Row:
+    """The prompt of the call `why`, as its model received it."""
+    pieces = [
+        (
+            "system",
+            None,
+            "You are the editor of a small newsletter. Answer in plain English.",
+            True,
+        ),
+        ("user", None, "Here is the issue:\n\n", True),
+        ("user", "text", STORY, True),
+        ("user", None, "\n\nVerdict: ", True),
+        ("user", "verdict", "Yes.", True),
+        ("user", None, "\nNotes of the editor: ", False),
+        ("user", "notes", NOTES, False),
+        ("user", None, "\n\nWhy? Answer in two sentences.", False),
+    ]
+    rows = [
+        {"role": role, "text": text, "cached": cached} | ({"name": name} if name else {})
+        for role, name, text, cached in pieces
+    ]
+    tokens = {"prompt_tokens": 251, "cached_tokens": 218, "is_exact": True}
+    return {"prompt": rows, "left_by": None, **tokens}
 
 
 def placement() -> Rows:

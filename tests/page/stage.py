@@ -75,6 +75,9 @@ class Stage:
         if path == "me":
             await route.fulfill(json=self.answers.get("me", OPERATOR))
             return
+        if path.endswith("/prompt"):
+            await route.fulfill(json=scene.prompt())
+            return
         rows = self._rows(path)
         if rows is None:
             return  # The browser waits.

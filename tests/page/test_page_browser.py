@@ -119,10 +119,11 @@ async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
     assert (await read)["content"] == "The end"
     await visit.page.locator(".node.done", has_text="join").click()
     await visit.wait_text("pre.value", "The end")
-    await visit.wait_text("pre.prompt", "Join: ")
+    await visit.wait_text(".prompt", "Join: ")
     assert await visit.page.locator(".node.done").count() == 4
-    assert await visit.page.locator(".bar.done").count() == 4
-    await visit.page.locator("pre.prompt .link").first.click()
+    assert await visit.page.locator(".bar-g").count() == 4
+    await visit.page.click("text=Template")
+    await visit.page.locator(".prompt .link").first.click()
     await visit.wait_text("pre.value", "Once upon a time")
 
 
@@ -132,7 +133,8 @@ async def test_a_hundred_equal_calls_are_one_node(visit: Visit) -> None:
     await visit.wait_text(".node", "summarize \u00d7100")
     assert await visit.page.locator(".node").count() == 2
     await visit.page.locator(".node", has_text="\u00d7100").click()
-    assert await visit.page.locator(".members").first.locator("li").count() == 100
+    await visit.page.locator("aside tbody tr").nth(99).wait_for()
+    assert await visit.page.locator("aside tbody tr").count() == 100
 
 
 async def test_a_thousand_different_calls_are_drawn(visit: Visit) -> None:
@@ -160,18 +162,18 @@ async def test_texts_stay_texts(visit: Visit) -> None:
     for attack, var_id in zip(ATTACKS, names, strict=True):
         await visit.page.goto(f"{visit.url}/ui/#/session/{scope['session_id']}/{var_id}")
         await visit.page.locator("aside h2", has_text=attack[:8].strip()).first.wait_for()
-        shown = await visit.page.locator("pre.value").text_content()
-        assert shown == attack
+        await visit.page.locator("pre.value", has_text=attack[:8].strip()).wait_for()
+        assert await visit.page.locator("pre.value").text_content() == attack
     await visit.page.goto(f"{visit.url}/ui/#/session/{scope['session_id']}/{output}")
-    await visit.wait_text("pre.prompt", ATTACKS[0])
+    await visit.wait_text(".prompt", ATTACKS[0])
     assert await visit.page.locator("script").count() == 1
-    assert await visit.page.locator("img, iframe, style, pre a").count() == 0
+    assert await visit.page.locator("img, iframe, style, pre a, .prompt a").count() == 0
 
 
 async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> None:
     scope = await visit.site.session()
     await visit.open(f"session/{scope['session_id']}")
-    await visit.wait_text("h1", "Run")
+    await visit.wait_text("main", "Nothing was called yet")
     await visit.page.context.set_offline(True)
     for name in ("one", "two"):
         await visit.site.call(scope, name)
@@ -202,13 +204,13 @@ async def test_runs_are_ended_and_calls_stopped_after_a_question(visit: Visit) -
     read = asyncio.create_task(visit.site.send("GET", f"/v1/semantic_var/{output}", params=scope))
     await visit.site.started(1)
     await visit.open(f"session/{scope['session_id']}/{output}")
-    await visit.page.click("text=Stop this call")
-    await visit.page.click("dialog[open] >> text=Keep it running")
+    await visit.page.click("aside >> text=Stop\u2026")
+    await visit.page.click("dialog[open] >> text=Let it run")
     assert await visit.page.locator(".node.running").count() == 1
-    await visit.page.click("text=Stop this call")
+    await visit.page.click("aside >> text=Stop\u2026")
     await visit.page.click("dialog[open] >> text=Stop the call")
-    await visit.wait_text(".node.cancelled", "")
-    await visit.wait_text("aside", "Was stopped")
+    await visit.wait_text(".node.stopped", "")
+    await visit.wait_text("aside", "Was cancelled")
     assert (await read)[0] == 499
     await visit.page.click("text=End run")
     focused = await visit.page.evaluate("document.activeElement.textContent")
@@ -233,9 +235,9 @@ async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
     await visit.page.locator(".node.done").click()
     await visit.wait_text("pre.value", "All the news")
     await visit.wait_text("aside", "generated")
-    await visit.page.locator(".node.idle").click()
+    await visit.page.locator(".node.skipped").click()
     await visit.wait_text("aside", "Did not run: no reader needed its output.")
-    assert await visit.page.locator("text=Stop this call").count() == 0
+    assert await visit.page.locator("aside >> text=Stop\u2026").count() == 0
     assert unread in await visit.page.evaluate("location.hash")
     await visit.page.click("text=Delete\u2026")
     focused = await visit.page.evaluate("document.activeElement.textContent")
@@ -314,7 +316,7 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     shown = await visit.page.locator(".events li").first.locator(".txt").inner_text()
     assert shown == f"{completion.func_name}: {ATTACKS[0]}"
     await visit.page.click("text=Open the call")
-    await visit.wait_text("aside h2", "out")
+    await visit.wait_text("aside .top", "out")
     read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
     await visit.site.join()
     await visit.answer("done")

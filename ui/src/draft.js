@@ -58,3 +58,46 @@ export function keepDraft(draft) {
     // The draft is lost with the page.
   }
 }
+
+const asName = (text, fallback) => text.replaceAll(/\W/g, "_").replace(/^(?=\d)/, "_") || fallback;
+
+/**
+ * A call of a run as a program with one call, which has the texts of its inputs as values. `seen`: its
+ * prompt with roles, if that is known.
+ */
+export function draftOfCall({ call, row, source, rows, texts, seen }) {
+  const output = asName(row.name, "output");
+  const names = new Map();
+  const values = {};
+  const nameFor = (key, wanted, text) => {
+    if (!names.has(key)) {
+      const taken = new Set([...names.values(), output]);
+      let name = asName(wanted, "input");
+      for (let number = 2; taken.has(name); number++) name = `${asName(wanted, "input")}_${number}`;
+      names.set(key, name);
+      values[name] = text;
+    }
+    return `{{${names.get(key)}}}`;
+  };
+  const roles = new Set(seen?.prompt.map((piece) => piece.role));
+  const isChat = seen === null || (!roles.has("markup") && roles.has("user"));
+  const system = isChat ? seen?.prompt.filter((piece) => piece.role === "system").map((piece) => piece.text).join("") : "";
+  const pieces = system && source.prompt[0]?.text === system ? source.prompt.slice(1) : source.prompt;
+  const parts = pieces.map((piece, i) => {
+    if (piece.text === undefined) return nameFor(piece.var, piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "input", texts.get(piece.var)?.text ?? "");
+    return piece.text.includes("{{") ? nameFor(i, "text", piece.text) : piece.text;
+  });
+  const { max_gen_length, temperature, seed, ...sampling } = source.sampling ?? {};
+  return {
+    title: `${call.func_name || call.output}, from a run`,
+    calls: [{ name: output, system: system ?? "", prompt: parts.join(""), ...(Object.keys(sampling).length && { sampling }) }],
+    values,
+    settings: {
+      model: call.model ?? "",
+      temperature: temperature ?? SETTINGS.temperature,
+      maxTokens: max_gen_length ?? 512,
+      seed: seed == null ? "" : String(seed),
+      chat: isChat,
+    },
+  };
+}

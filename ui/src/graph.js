@@ -1,8 +1,7 @@
-// A session's graph from its rows: calls joined by variables, equal ones folded, laid out in layers.
+// A run's graph from its rows: calls joined by variables, and equal calls folded into one node.
+import { place } from "./layout.js";
 
 const FOLD_ABOVE = 4; // equal calls of one stage are one node from here on
-const NODE = { width: 168, height: 44, gapX: 56, gapY: 14 };
-const SWEEPS = 4;
 
 /**
  * @param {Map<string, object>} rows of a session's feed
@@ -23,7 +22,8 @@ export function readGraph(rows) {
   return { calls, producerOf, hasEnded: session !== undefined && session.state !== "active" };
 }
 
-const parentsOf = (graph, id) => [
+/** The calls that make the inputs of a call. */
+export const parentsOf = (graph, id) => [
   ...new Set(
     graph.calls
       .get(id)
@@ -94,66 +94,44 @@ function shapes(graph, order, neighbours) {
   return numbers;
 }
 
-/** Layers from left to right by the longest path; in each, nodes near their parents. */
-function place(nodes) {
-  const depth = new Map();
-  const depthOf = (first) => {
-    const stack = [first];
-    while (stack.length) {
-      const node = stack[stack.length - 1];
-      const open = [...node.parents].filter((parent) => !depth.has(parent));
-      if (open.length) {
-        stack.push(...open);
-      } else {
-        depth.set(node, 1 + Math.max(-1, ...[...node.parents].map((parent) => depth.get(parent))));
-        stack.pop();
-      }
-    }
-    return depth.get(first);
-  };
-  const layers = [];
-  for (const node of nodes) (layers[depthOf(node)] ??= []).push(node);
-  const childrenOf = new Map(nodes.map((node) => [node, []]));
-  for (const node of nodes) for (const parent of node.parents) childrenOf.get(parent).push(node);
-  const at = new Map();
-  const number = (layer) => layer.forEach((node, i) => at.set(node, i - layer.length / 2));
-  layers.forEach(number);
-  for (let sweep = 0; sweep < SWEEPS; sweep++) {
-    const isForward = sweep % 2 === 0;
-    for (const layer of isForward ? layers : [...layers].reverse()) {
-      const mean = (node) => {
-        const near = isForward ? [...node.parents] : childrenOf.get(node);
-        return near.length ? near.reduce((sum, other) => sum + at.get(other), 0) / near.length : at.get(node);
-      };
-      const means = new Map(layer.map((node) => [node, mean(node)]));
-      layer.sort((a, b) => means.get(a) - means.get(b));
-      number(layer);
-    }
-  }
-  const tallest = Math.max(1, ...layers.map((layer) => layer.length));
-  const step = NODE.height + NODE.gapY;
-  for (const [x, layer] of layers.entries()) {
-    const top = ((tallest - layer.length) * step) / 2;
-    layer.forEach((node, y) => {
-      node.x = x * (NODE.width + NODE.gapX);
-      node.y = top + y * step;
-    });
-  }
-  const width = Math.max(1, layers.length) * (NODE.width + NODE.gapX) - NODE.gapX;
-  return { nodes, width, height: tallest * step - NODE.gapY, size: NODE };
-}
-
-/** The calls of the realised critical path, from the last to finish back through what it waited for: each with the one before it. */
+/**
+ * The calls of the critical path, the last one first, each with the one before it: from the call that
+ * has run the longest, or else from the last one to finish, back through the last inputs.
+ */
 export function criticalPath(graph) {
-  const finished = [...graph.calls].filter(([, call]) => call.finished_s != null);
   const path = new Map();
-  let [id] = finished.reduce((a, b) => (b[1].finished_s > a[1].finished_s ? b : a), [undefined, { finished_s: -1 }]);
+  let id = lastCall(graph);
   while (id !== undefined && !path.has(id)) {
-    const parent = lastParent(graph, id);
-    path.set(id, parent);
-    id = parent;
+    const before = lastBefore(graph, id);
+    path.set(id, before);
+    id = before;
   }
   return path;
+}
+
+const LEAST_S = 0.002; // A call that became ready this long after its last input waited for its program.
+
+/** The call whose end let this one begin: its last input, or the last call that the program saw end. */
+function lastBefore(graph, id) {
+  const { ready_s } = graph.calls.get(id);
+  const parent = lastParent(graph, id);
+  let end = parent === undefined ? -Infinity : graph.calls.get(parent).finished_s;
+  let last = parent;
+  if (ready_s == null || ready_s - end < LEAST_S) return last;
+  for (const [other, call] of graph.calls) {
+    if (call.started_s != null && call.finished_s != null && call.finished_s <= ready_s && call.finished_s > end) {
+      end = call.finished_s;
+      last = other;
+    }
+  }
+  return last;
+}
+
+function lastCall(graph) {
+  const open = [...graph.calls].filter(([, call]) => call.state === "running" || call.state === "queued");
+  if (open.length) return open.reduce((a, b) => (b[1].ready_s < a[1].ready_s ? b : a))[0];
+  const finished = [...graph.calls].filter(([, call]) => call.finished_s != null && call.started_s != null);
+  return finished.length ? finished.reduce((a, b) => (b[1].finished_s > a[1].finished_s ? b : a))[0] : undefined;
 }
 
 /** The parent whose end came last. */
@@ -161,66 +139,4 @@ export function lastParent(graph, id) {
   const ended = parentsOf(graph, id).filter((parent) => graph.calls.get(parent).finished_s != null);
   const end = (parent) => graph.calls.get(parent).finished_s;
   return ended.length ? ended.reduce((a, b) => (end(b) > end(a) ? b : a)) : undefined;
-}
-
-/** One sentence: what a call has waited for, and what it did. */
-export function why(graph, id) {
-  const call = graph.calls.get(id);
-  const since = (from, to) => (from == null || to == null ? 0 : Math.max(0, to - from));
-  if (call.state === "failed" || call.state === "cancelled") return whyNot(graph, id, since);
-  if (call.activated_s == null) {
-    return graph.hasEnded ? "Did not run: no reader needed its output." : "No reader needs its output yet.";
-  }
-  const parts = [];
-  const parent = lastParent(graph, id);
-  if (call.ready_s == null) {
-    const open = parentsOf(graph, id).filter((p) => graph.calls.get(p).finished_s == null);
-    const names = open.map((p) => graph.calls.get(p).func_name).slice(0, 3).join(", ");
-    return names ? `Waits for ${names}${open.length > 3 ? " and others" : ""}.` : "Waits for an input.";
-  }
-  const waited = since(call.activated_s, call.ready_s);
-  if (waited > 0.001 && parent !== undefined) {
-    parts.push(`waited ${time(waited)} for ${graph.calls.get(parent).func_name}, its last input`);
-  } else if (waited > 0.001) {
-    parts.push(`waited ${time(waited)} for an input that the program set`);
-  }
-  if (call.started_s == null) return sentence([...parts, "is queued for an engine"]);
-  const queued = since(call.ready_s, call.started_s);
-  if (queued > 0.001) parts.push(`queued ${time(queued)}`);
-  if (call.reused) parts.push("took the result of an identical call");
-  else if (call.kind === "native") parts.push("ran in the sandbox");
-  else {
-    const prompt = call.cached_tokens + call.computed_tokens;
-    const again = call.recomputed_tokens ? `, of which ${call.recomputed_tokens} once more` : "";
-    if (prompt) parts.push(`computed ${call.computed_tokens} of ${prompt} prompt tokens${again}`);
-    if (call.output_tokens) parts.push(`generated ${call.output_tokens} tokens`);
-    if (call.attempts > 1) parts.push(`needed ${call.attempts} attempts`);
-  }
-  const where = call.engine ? ` on ${call.engine}` : "";
-  const took = call.finished_s == null ? "" : ` in ${time(since(call.started_s, call.finished_s))}`;
-  return sentence(parts, `${took}${where}`);
-}
-
-/** One sentence on a call that failed or was stopped. */
-function whyNot(graph, id, since) {
-  const call = graph.calls.get(id);
-  const verb = call.state === "failed" ? "failed" : "was stopped";
-  if (call.ready_s == null) {
-    const cause = parentsOf(graph, id).find((parent) => graph.calls.get(parent).state === call.state);
-    if (cause !== undefined) return `Did not run, because ${graph.calls.get(cause).func_name} ${verb}.`;
-    return call.state === "failed" ? "Did not run, because an input failed." : "Was stopped before it ran.";
-  }
-  if (call.started_s == null) {
-    return sentence([`${verb} after ${time(since(call.ready_s, call.finished_s))} in the queue`]);
-  }
-  const where = call.engine ? ` on ${call.engine}` : "";
-  const attempts = call.attempts > 1 ? `, in attempt ${call.attempts}` : "";
-  return sentence([`${verb} ${time(since(call.started_s, call.finished_s))} after its start${where}${attempts}`]);
-}
-
-const time = (s) => (s < 0.0995 ? `${Math.round(s * 1000)} ms` : `${s.toFixed(1)} s`);
-
-function sentence(parts, end = "") {
-  const text = parts.length > 1 ? `${parts.slice(0, -1).join(", ")} and ${parts.at(-1)}` : parts[0] ?? "ran";
-  return `${text[0].toUpperCase()}${text.slice(1)}${end}.`;
 }

@@ -8,7 +8,7 @@ import { Bird, Icon } from "./icons.jsx";
 import { Toast } from "./parts.jsx";
 import { Playground } from "./playground.jsx";
 import { useRoute, useTitle } from "./route.js";
-import { Run } from "./session.jsx";
+import { Run } from "./run.jsx";
 import { Runs } from "./runs.jsx";
 import { hasUnread } from "./severity.js";
 import { Tenants } from "./tenants.jsx";
@@ -76,7 +76,7 @@ function View({ view, args, query, visitor }) {
     case "":
       return <Runs query={query} />;
     case "run":
-      return <Run key={args[0]} id={args[0]} shown={args[1]} visitor={visitor} />;
+      return <Run key={args[0]} id={args[0]} shown={args[1]} group={query.get("group")} visitor={visitor} />;
     case "playground":
       return <Playground visitor={visitor} />;
     case "engines":

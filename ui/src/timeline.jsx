@@ -1,86 +1,272 @@
-// Where the time went: a lane for each engine, a bar for each call, waiting and running apart.
+// When each call ran: a lane for each engine, with names and ticks, and one for the program's own code.
+import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { seconds } from "./format.js";
+import { memo } from "./memo.js";
 
-const ROW = 16;
-const WIDTH = 1000;
-const LANE_GAP = 22;
+const TALL = 24; // The height of a bar, and of a folded group.
+const LOW = 13; // The height of a bar in a lane with many rows.
+const MANY_ROWS = 6;
+const GAP = 4;
+const LANE_GAP = 14;
+const TOP = 26; // Room for the ticks.
+const CHAR = 6.6; // The width of a character of a label.
 
-/** Bars of one engine in as few rows as they need without overlapping. */
-function pack(calls) {
+/**
+ * The bars of one lane in as few rows as they need. A folded group is one bar.
+ * @returns {{bars: {from: number, row: number, id: string, members: string[]}[], rows: number}}
+ */
+function pack(items) {
   const ends = [];
-  return calls
-    .sort((a, b) => a[1].ready_s - b[1].ready_s)
-    .map(([id, call]) => {
-      const end = call.finished_s ?? Infinity;
-      let row = ends.findIndex((other) => other <= call.ready_s);
+  const bars = [...items]
+    .sort((a, b) => a.from - b.from)
+    .map((item) => {
+      let row = ends.findIndex((end) => end <= item.from + 1e-6);
       if (row < 0) row = ends.push(0) - 1;
-      ends[row] = end;
-      return { id, call, row };
+      ends[row] = item.to;
+      return { ...item, row };
     });
+  return { bars, rows: ends.length };
 }
 
-export function Timeline({ graph, critical, show }) {
-  const shown = [...graph.calls].filter(([, call]) => call.ready_s != null);
-  if (!shown.length) return <p class="hint">No call was ready yet.</p>;
-  const times = shown.flatMap(([, call]) => [call.started_s ?? 0, call.finished_s ?? 0, call.ready_s]);
-  const first = Math.min(...shown.map(([, call]) => call.ready_s));
-  const last = Math.max(...times, first + 0.001);
-  const x = (time) => ((time - first) / (last - first)) * WIDTH;
+/** Calls by lane; equal ones of a node as one item for each lane if they are folded. */
+function lanesOf(graph, layout, isFolded, now) {
   const lanes = new Map();
-  for (const entry of shown) {
-    const lane = entry[1].engine ?? (entry[1].kind === "native" ? "sandbox" : "no engine yet");
-    lanes.set(lane, [...(lanes.get(lane) ?? []), entry]);
+  for (const node of layout.nodes) {
+    const started = node.members.filter((id) => graph.calls.get(id)?.started_s != null || graph.calls.get(id)?.ready_s != null);
+    const byLane = Map.groupBy(started, (id) => laneOf(graph.calls.get(id)));
+    for (const [lane, ids] of byLane) {
+      const groups = isFolded && ids.length > 1 && node.members.length > 1 ? [ids] : ids.map((id) => [id]);
+      for (const members of groups) {
+        const calls = members.map((id) => graph.calls.get(id));
+        const from = Math.min(...calls.map((call) => call.ready_s ?? call.started_s));
+        const to = Math.max(...calls.map((call) => call.finished_s ?? now));
+        if (!lanes.has(lane)) lanes.set(lane, []);
+        lanes.get(lane).push({ id: members[0], node: node.id, members, from, to });
+      }
+    }
   }
-  let top = 0;
-  const drawn = [...lanes].map(([name, calls]) => {
-    const bars = pack(calls);
-    const lane = { name, bars, top };
-    top += LANE_GAP + ROW * (1 + Math.max(...bars.map((bar) => bar.row)));
+  return new Map([...lanes].sort(([a], [b]) => rank(a) - rank(b) || (a < b ? -1 : 1)));
+}
+
+const laneOf = (call) => call.engine ?? (call.kind === "native" ? "sandbox" : "no engine");
+const rank = (lane) => (lane === "no engine" ? 2 : lane === "sandbox" ? 1 : 0);
+
+/** Round distances between ticks: about one for each 90 pixels. */
+function ticksOf(length, width) {
+  const wanted = length / Math.max(3, width / 90);
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= wanted);
+  return Array.from({ length: Math.floor(length / step + 1e-9) + 1 }, (_, i) => i * step);
+}
+
+const tick = (s, step) => (s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s));
+
+export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) {
+  const box = useRef(null);
+  const [width, setWidth] = useState(900);
+  useLayoutEffect(() => {
+    const measure = () => setWidth(Math.max(300, box.current.clientWidth));
+    measure();
+    const watch = new ResizeObserver(measure);
+    watch.observe(box.current);
+    return () => watch.disconnect();
+  }, []);
+  const lanes = useMemo(() => lanesOf(graph, layout, isFolded, now), [graph, layout, isFolded, now]);
+  const isNarrow = width < 520;
+  const left = isNarrow ? 74 : 96;
+  const right = 14;
+  const last = Math.max(0.001, wall.total, ...[...lanes.values()].flat().map((item) => item.to));
+  const x = (time) => left + (time / (last * 1.02)) * (width - left - right);
+  const gaps = wall.segments.filter(({ kind }) => kind === "program");
+  const isRunning = [...graph.calls.values()].some((call) => call.state === "running");
+  let y = TOP;
+  const drawn = [...lanes].map(([name, items]) => {
+    const { bars, rows } = pack(items);
+    const height = rows > MANY_ROWS ? LOW : TALL;
+    const lane = { name, bars, top: y, height };
+    y += rows * (height + GAP) + LANE_GAP;
     return lane;
   });
+  const programTop = y;
+  if (gaps.length) y += 18 + LANE_GAP;
+  const ticks = ticksOf(last, width - left);
   return (
-    <div class="scroll" tabindex="0" role="region" aria-label="Timeline">
-      <svg class="timeline" viewBox={`0 0 ${WIDTH} ${top + 16}`} role="img" aria-label="Calls over time">
-        {drawn.map((lane) => (
-          <g key={lane.name} transform={`translate(0,${lane.top})`}>
-            <text class="lane" x="0" y="13">
-              {lane.name}
+    <div class="tl" ref={box}>
+      {!lanes.size && <p class="hint">No call was ready yet.</p>}
+      {lanes.size > 0 && (
+        <svg role="group" aria-label="Timeline of calls" viewBox={`0 0 ${width} ${y}`} width={width} height={y}>
+          {ticks.map((time) => (
+            <g key={time}>
+              <line class="tick" x1={x(time)} x2={x(time)} y1="20" y2={y - 8} />
+              <text x={x(time)} y="14" text-anchor={time ? "middle" : "start"}>
+                {tick(time, ticks[1] ?? 1)}
+              </text>
+            </g>
+          ))}
+          {drawn.map((lane) => (
+            <g key={lane.name}>
+              <text class="lane" x="14" y={lane.top + 15}>
+                {lane.name.length > (isNarrow ? 9 : 13) ? `${lane.name.slice(0, isNarrow ? 8 : 12)}…` : lane.name}
+                <title>{lane.name}</title>
+              </text>
+              {lane.bars.map((bar) => (
+                <Bar
+                  key={`${bar.id} ${bar.members.length}`}
+                  {...lookOf(bar, graph, wall.path, x, lane, now)}
+                  id={bar.id}
+                  node={bar.node}
+                  isGroup={bar.members.length > 1}
+                  isShown={bar.members.length > 1 ? shown === `node ${bar.node}` : shown === bar.id}
+                  isNarrow={isNarrow}
+                  onOpen={onOpen}
+                />
+              ))}
+            </g>
+          ))}
+          {gaps.length > 0 && (
+            <text class="lane" x="14" y={programTop + 13}>
+              {isNarrow ? "program" : "your program"}
             </text>
-            {lane.bars.map((bar) => (
-              <Bar key={bar.id} {...{ bar, x, show, isCritical: critical.has(bar.id), last }} />
-            ))}
-          </g>
-        ))}
-        <text class="lane" x="0" y={top + 12}>
-          {seconds(first)}
-        </text>
-        <text class="lane end" x={WIDTH} y={top + 12}>
-          {seconds(last)}
-        </text>
-      </svg>
-      <p class="hint legend">
-        <i class="queued" /> queued, <i /> prefill, <i class="decode" /> generating. Outlined: critical path.
-        Times are seconds since the session began.
+          )}
+          {gaps.map(({ from, to, before }) => (
+            <Gap key={from} x={x(from)} y={programTop} width={x(to) - x(from)} label={before?.name ? `before it set ${before.name}` : ""} time={to - from} />
+          ))}
+          {isRunning && (
+            <>
+              <line class="now" x1={x(now)} x2={x(now)} y1="8" y2={y - 8} />
+              <text x={x(now) - 4} y={y - 2} text-anchor="end">
+                now
+              </text>
+            </>
+          )}
+        </svg>
+      )}
+      <p class="legend tl-legend">
+        <span>
+          <i class="k-queue" />
+          queued
+        </span>
+        <span>
+          <i class="k-soft" />
+          prefill
+        </span>
+        <span>
+          <i class="k-bar" />
+          generating
+        </span>
+        <span>
+          <i class="k-shared" />
+          critical path
+        </span>
+        <span>
+          <i class="k-use" />
+          running
+        </span>
       </p>
     </div>
   );
 }
 
-function Bar({ bar: { id, call, row }, x, show, isCritical, last }) {
-  const y = LANE_GAP - 4 + row * ROW;
-  const started = call.started_s ?? last;
-  const finished = call.finished_s ?? last;
-  const width = (from, to) => Math.max(1, x(to) - x(from));
-  const firstToken = call.decode_s == null ? finished : Math.max(started, finished - call.decode_s);
-  const label = `${call.func_name}: queued ${seconds(started - call.ready_s)}, ran ${seconds(finished - started)}`;
+const Gap = ({ x, y, width, label, time }) => (
+  <g>
+    <title>Your program: {seconds(time)}</title>
+    <rect class="prog" x={x} y={y} width={Math.max(2, width)} height="18" rx="3" />
+    {label && width > label.length * CHAR + 12 && (
+      <text class="prog-t" x={x + 6} y={y + 13}>
+        {label}
+      </text>
+    )}
+  </g>
+);
+
+/** What a bar shows, as plain values. */
+function lookOf(bar, graph, path, x, lane, now) {
+  const calls = bar.members.map((id) => graph.calls.get(id));
+  const [call] = calls;
+  const states = new Set(calls.map((one) => one.state));
+  const state = states.has("failed") ? "failed" : states.has("running") ? "running" : states.has("cancelled") ? "cancelled" : "";
+  const started = Math.min(...calls.map((one) => one.started_s ?? now));
+  const ready = Math.min(...calls.map((one) => one.ready_s ?? started));
+  const finished = Math.max(...calls.map((one) => one.finished_s ?? now));
+  const first = Math.min(...calls.map((one) => firstToken(one, now)));
+  const isGroup = calls.length > 1;
+  const name = call.func_name || call.output;
+  return {
+    label: isGroup ? `${name} ×${calls.length}` : name,
+    title: titleOf(name, calls, { ready, started, first, finished }),
+    state,
+    isCritical: bar.members.some((id) => path.has(id)),
+    y: lane.top + bar.row * (lane.height + GAP),
+    height: lane.height,
+    xReady: x(ready),
+    xStart: x(started),
+    xFirst: x(Math.min(first, finished)),
+    xEnd: x(finished),
+    steps: isGroup ? stepsOf(calls, x, first, now, lane.height) : "",
+  };
+}
+
+/** Seconds until the first token of a call; its end, if it has none. */
+function firstToken(call, now) {
+  const end = call.finished_s ?? now;
+  const start = call.started_s ?? now;
+  if (call.first_token_s != null) return call.first_token_s;
+  if (call.kind === "native") return start;
+  if (call.finished_s == null) return call.output_tokens ? start : end;
+  return call.decode_s == null ? end : Math.max(start, end - call.decode_s);
+}
+
+function titleOf(name, calls, { ready, started, first, finished }) {
+  if (calls.length > 1) return `${name} ×${calls.length}: from ${seconds(started)} to ${seconds(finished)}. The height is how many still run.`;
+  const parts = [started - ready > 0.001 && `queued ${seconds(started - ready)}`, first - started > 0.001 && `prefill ${seconds(first - started)}`, finished - first > 0.001 && `generating ${seconds(finished - first)}`];
+  return `${name}: from ${seconds(ready)} to ${seconds(finished)}${parts.some(Boolean) ? `; ${parts.filter(Boolean).join(", ")}` : ""}`;
+}
+
+/** The outline of a group: its height is how many calls still run. */
+function stepsOf(calls, x, first, now, height) {
+  const ends = calls.map((call) => call.finished_s ?? now).sort((a, b) => a - b);
+  let d = `M${x(first)},0`;
+  ends.forEach((end, i) => (d += `H${x(Math.max(end, first))}V${((i + 1) / ends.length) * height}`));
+  return `${d}H${x(first)}Z`;
+}
+
+const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritical, isShown, isNarrow, y, height, xReady, xStart, xFirst, xEnd, steps, onOpen }) {
+  const open = () => onOpen(isGroup ? { group: node } : id);
+  const press = (event) => {
+    if (event.key !== "Enter" && event.key !== " ") return;
+    event.preventDefault();
+    open();
+  };
+  const need = label.length * CHAR + 12;
+  const isInside = xEnd - xFirst > need;
+  const isBefore = !isInside && xFirst - xStart > need;
+  const hasLabel = height > LOW && (isInside || isBefore || !isNarrow || state === "failed");
+  const colour = !isInside ? "" : state === "running" ? "on-run" : isCritical ? "on" : "";
   return (
-    <g class={`bar ${call.state}${isCritical ? " critical" : ""}`} onClick={() => show(id)}>
-      <title>{label}</title>
-      <rect class="queued" x={x(call.ready_s)} y={y} width={width(call.ready_s, started)} height={ROW - 4} />
-      {call.started_s != null && <rect x={x(started)} y={y} width={width(started, finished)} height={ROW - 4} rx="2" />}
-      {firstToken < finished && (
-        <rect class="decode" x={x(firstToken)} y={y} width={width(firstToken, finished)} height={ROW - 4} rx="2" />
+    <g
+      class={["bar-g", state, isCritical && state !== "failed" && "c", isShown && "shown"].filter(Boolean).join(" ")}
+      role="button"
+      tabindex="0"
+      aria-label={title}
+      data-node={node}
+      data-call={isGroup ? undefined : id}
+      onClick={open}
+      onKeyDown={press}
+    >
+      <title>{title}</title>
+      {xStart - xReady > 1 && <rect class="queue" x={xReady} y={y + 1} width={xStart - xReady} height={height - 2} rx="3" />}
+      <rect class="pre" x={xStart} y={y} width={Math.max(1, xFirst - xStart)} height={height} rx="3" />
+      {steps ? (
+        <path class="dec" d={steps} transform={`translate(0,${y})`} />
+      ) : (
+        <rect class="dec" x={xFirst} y={y} width={Math.max(3, xEnd - xFirst)} height={height} rx="3" />
+      )}
+      <rect class="frame" x={xReady - 1.5} y={y - 1.5} width={Math.max(4, xEnd - xReady) + 3} height={height + 3} rx="4" />
+      {hasLabel && (
+        <text class={colour} x={isInside ? xFirst + 6 : isBefore ? xStart + 6 : xEnd + 6} y={y + height / 2 + 4}>
+          {label}
+        </text>
       )}
     </g>
   );
-}
+});

@@ -1,0 +1,182 @@
+// The answer first: one sentence on where the time of a run went, and a bar that proves it.
+import { useMemo } from "preact/hooks";
+import { seconds, share } from "./format.js";
+
+const TELL = 0.1; // Parts of the time below this are not told.
+const MAX_NAMED = 3;
+const MANY = 40; // With more segments, the bar has no gaps.
+
+/** A name in a sentence that opens the call. */
+export function CallName({ graph, id, onOpen, kind = "as-name" }) {
+  const call = graph.calls.get(id);
+  const name = call?.func_name || call?.output || "a call";
+  return (
+    <button class={kind} type="button" data-call={id} onClick={() => onOpen(id)}>
+      {name}
+    </button>
+  );
+}
+
+/** A sentence of `why.js` with its names. */
+export function Sentence({ parts, graph, onOpen }) {
+  return parts.map((part, i) => {
+    if (typeof part === "string") return part;
+    if (part.call) return <CallName key={i} graph={graph} id={part.call} onOpen={onOpen} />;
+    return <b key={i}>{part.name}</b>;
+  });
+}
+
+/** The functions on the critical path with the most time, in its order: `[id, seconds]`. */
+function mainCalls(graph, segments) {
+  const byName = new Map();
+  for (const { kind, id, from, to } of segments) {
+    if (kind !== "call") continue;
+    const name = graph.calls.get(id).func_name;
+    const known = byName.get(name) ?? { id, sum: 0, longest: 0, number: 0 };
+    known.sum += to - from;
+    known.number += 1;
+    if (to - from > known.longest) Object.assign(known, { id, longest: to - from });
+    byName.set(name, known);
+  }
+  const kept = new Set([...byName.values()].sort((a, b) => b.sum - a.sum).slice(0, MAX_NAMED));
+  return [...byName.values()].filter((one) => kept.has(one));
+}
+
+const sumOf = (segments) => segments.reduce((sum, { from, to }) => sum + (to - from), 0);
+
+export function Blame({ graph, wall, failure, onOpen, isLive }) {
+  const { total, segments } = wall;
+  const told = useMemo(() => mainCalls(graph, segments), [segments]);
+  if (!segments.length) return null;
+  const gaps = segments.filter(({ kind }) => kind === "program");
+  const queues = segments.filter(({ kind }) => kind === "queue");
+  const running = segments.find(({ kind }) => kind === "running");
+  const main = told.reduce((sum, one) => sum + one.sum, 0);
+  return (
+    <section class="card blame" aria-label="Where the time went">
+      {failure && <Failure failure={failure} graph={graph} onOpen={onOpen} />}
+      <p>
+        {told.length > 0 && (
+          <>
+            <b>{share(main, total)}</b> of {seconds(total)} {told.length > 1 || !isLive ? "were" : "was"} spent in{" "}
+            <span class="crit">
+              {told.map((one, i) => (
+                <span key={one.id}>
+                  {i > 0 && " → "}
+                  <CallName graph={graph} id={one.id} onOpen={onOpen} kind="as-name crit" />
+                  {one.number > 1 && ` ×${one.number}`}
+                </span>
+              ))}
+            </span>
+            .{" "}
+          </>
+        )}
+        {sumOf(gaps) / total >= TELL && <Gaps gaps={gaps} total={total} graph={graph} onOpen={onOpen} />}
+        {sumOf(queues) / total >= TELL && <>{share(sumOf(queues), total)} passed in the queue for an engine. </>}
+        {running && (
+          <>
+            <CallName graph={graph} id={running.id} onOpen={onOpen} /> has run for {seconds(running.to - running.from)}.
+          </>
+        )}
+      </p>
+      <Wall segments={segments} total={total} graph={graph} onOpen={onOpen} />
+    </section>
+  );
+}
+
+function Gaps({ gaps, total, graph, onOpen }) {
+  const longest = gaps.reduce((a, b) => (b.to - b.from > a.to - a.from ? b : a));
+  const { before } = longest;
+  return (
+    <>
+      {share(sumOf(gaps), total)} passed in your program
+      {before?.name && (
+        <>
+          , {gaps.length > 1 && "mostly "}before it set <code>{before.name}</code>
+        </>
+      )}
+      {before?.call && (
+        <>
+          , {gaps.length > 1 && "mostly "}before it called <CallName graph={graph} id={before.call} onOpen={onOpen} />
+        </>
+      )}
+      .{" "}
+    </>
+  );
+}
+
+/** The failure that is told once, at its cause. */
+function Failure({ failure: { id, message, others }, graph, onOpen }) {
+  return (
+    <p class="cause">
+      <CallName graph={graph} id={id} onOpen={onOpen} kind="as-name failed" /> failed{message && <>: {message}</>}
+      {message && !message.endsWith(".") && "."}
+      {!message && "."}
+      {others.length > 0 && (
+        <>
+          {" "}
+          {others.length === 1 ? "One call" : `${others.length} calls`} did not run because of it.
+        </>
+      )}
+    </p>
+  );
+}
+
+const KINDS = { call: "c", running: "r", program: "p", queue: "q" };
+
+function Wall({ segments, total, graph, onOpen }) {
+  return (
+    <div class={segments.length > MANY ? "wall many" : "wall"}>
+      {segments.map((segment, i) => {
+        const { kind, from, to, id } = segment;
+        const size = { flexGrow: to - from };
+        const percent = share(to - from, total);
+        const isWide = (to - from) / total > 0.06;
+        if (kind === "program" || kind === "queue") {
+          const name = kind === "program" ? "your program" : "queue";
+          return (
+            <span key={i} class={KINDS[kind]} style={size} title={`${name}: ${seconds(to - from)}`}>
+              {isWide && (
+                <>
+                  <span class="nm">{name} </span>
+                  {percent}
+                </>
+              )}
+            </span>
+          );
+        }
+        const name = graph.calls.get(id).func_name;
+        return (
+          <button
+            key={i}
+            class={KINDS[kind]}
+            style={size}
+            type="button"
+            title={`${name}: ${seconds(to - from)}`}
+            aria-label={`${name} ${percent}, ${seconds(to - from)}`}
+            data-call={id}
+            onClick={() => onOpen(id)}
+          >
+            {isWide && (
+              <>
+                <span class="nm">{name} </span>
+                {percent}
+              </>
+            )}
+          </button>
+        );
+      })}
+    </div>
+  );
+}
+
+/** What failed first, and which calls did not run because of it. */
+export function failureOf(graph, rows) {
+  const failed = [...graph.calls].filter(([, call]) => call.state === "failed");
+  const own = failed.filter(([, call]) => call.ready_s != null).sort(([, a], [, b]) => a.finished_s - b.finished_s);
+  const [first] = own.length ? own : failed;
+  if (!first) return null;
+  const errors = first[1].outputs.map((output) => rows.get(`var:${output}`)?.errors).find(Boolean) ?? [];
+  return { id: first[0], message: errors.at(-1)?.message ?? "", others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id), number: own.length };
+}
+

@@ -1,1 +1,0 @@
-export const State = ({ state }) => <span class={`state ${state}`}>{state}</span>;

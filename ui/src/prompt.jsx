@@ -1,0 +1,175 @@
+// The prompt of a call: as the model saw it, with its cached part marked, or as its template.
+import { Fragment } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { get } from "./api.js";
+import { count } from "./format.js";
+import { CopyButton, Segments } from "./parts.jsx";
+
+const FORMS = [
+  { id: "seen", name: "As the model saw it" },
+  { id: "template", name: "Template" },
+];
+
+export function Prompt({ call, pieces, texts, seen, output, run }) {
+  const [form, setForm] = useState("seen");
+  const filled = pieces.map((piece) => (piece.text === undefined ? texts.get(piece.var)?.text ?? "" : piece.text)).join("");
+  const copied = form === "template" ? pieces.map((piece) => piece.text ?? `{{${nameOf(piece, run)}}}`).join("") : seen ? seen.prompt.map((piece) => piece.text ?? "").join("") : filled;
+  return (
+    <section>
+      <div class="row">
+        <h2>Prompt</h2>
+        <Segments label="Form of the prompt" options={FORMS} chosen={form} onChoose={setForm} />
+        <span class="end">
+          <CopyButton text={copied} what="the prompt" />
+        </span>
+      </div>
+      <div class="prompt" role="region" tabindex="0" aria-label="Prompt">
+        {form === "template" ? (
+          <Template pieces={pieces} output={output} run={run} />
+        ) : seen ? (
+          <Seen seen={seen} call={call} output={output} />
+        ) : (
+          <Filled pieces={pieces} texts={texts} call={call} output={output} run={run} />
+        )}
+      </div>
+    </section>
+  );
+}
+
+const nameOf = (piece, { rows }) => piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "earlier output";
+
+/** The prompt with roles and the cached part, once the call has one; null until then. No call: null. */
+export function useSeen({ id, seesValues }, call) {
+  const [seen, setSeen] = useState(null);
+  const path = call && seesValues && call.ready_s != null ? `sessions/${id}/calls/${call.request_id}/prompt?output=${encodeURIComponent(call.output_var_id)}` : null;
+  useEffect(() => {
+    if (!path) return undefined;
+    let isOver = false;
+    get(path).then(
+      (answer) => isOver || setSeen(answer),
+      () => {}, // The template is shown instead.
+    );
+    return () => {
+      isOver = true;
+    };
+  }, [path, call?.finished_s]);
+  return seen?.prompt?.length ? seen : null;
+}
+
+function Template({ pieces, output, run }) {
+  return (
+    <>
+      <div class="turn">
+        <b>prompt</b>
+        <div>
+          {pieces.map((piece, i) =>
+            piece.text === undefined ? (
+              <button key={i} class="ph link" type="button" onClick={() => run.open(piece.var)}>
+                {`{{${nameOf(piece, run)}}}`}
+              </button>
+            ) : (
+              <span key={i}>{piece.text}</span>
+            ),
+          )}
+        </div>
+      </div>
+      <div class="turn out">
+        <b>output</b>
+        <div>
+          <span class="ph out">{`{{${output.name}}}`}</span>
+        </div>
+      </div>
+    </>
+  );
+}
+
+const Fill = ({ name, text }) => (
+  <span class="fill" data-name={name}>
+    {text}
+  </span>
+);
+
+/** Without the server's answer: the template with the inputs' texts, and how much was cached. */
+function Filled({ pieces, texts, call, output, run }) {
+  const prompt = call.cached_tokens + call.computed_tokens;
+  return (
+    <>
+      <div class="turn">
+        <b>prompt</b>
+        <div>
+          {pieces.map((piece, i) =>
+            piece.text === undefined ? <Fill key={i} name={nameOf(piece, run)} text={texts.get(piece.var)?.text ?? "…"} /> : <span key={i}>{piece.text}</span>,
+          )}
+        </div>
+      </div>
+      {prompt > 0 && (
+        <p class="cutline">
+          {count(call.cached_tokens)} of {count(prompt)} tokens were in the KV cache, {count(call.computed_tokens)} were computed.
+        </p>
+      )}
+      <Answer output={output} />
+    </>
+  );
+}
+
+const Answer = ({ output }) => (
+  <div class="turn fresh out">
+    <b>output</b>
+    <div>{output.text || <span class="dim">nothing yet</span>}</div>
+  </div>
+);
+
+/** Pieces of one role that follow each other, cut where the cached part ends. */
+function turnsOf(pieces) {
+  const turns = [];
+  for (const piece of pieces) {
+    const last = turns.at(-1);
+    const isCached = Boolean(piece.cached);
+    const role = ROLES[piece.role] ?? piece.role;
+    if (last && last.role === role && last.isCached === isCached) last.pieces.push(piece);
+    else turns.push({ role, isCached, isOn: last?.role === role, pieces: [piece] });
+  }
+  return turns;
+}
+
+const ROLES = { template: "prompt", input: "prompt" };
+
+function Seen({ seen, output }) {
+  const turns = turnsOf(seen.prompt);
+  const cut = turns.findIndex((turn) => !turn.isCached);
+  const isKnown = seen.cached_tokens != null;
+  return (
+    <>
+      {turns.map((turn, i) => (
+        <Fragment key={i}>
+          {isKnown && i === cut && <Cut seen={seen} />}
+          <div class={turn.isCached || !isKnown ? "turn" : "turn fresh"}>
+            <b>
+              {turn.role}
+              {turn.isOn && ", on"}
+            </b>
+            <div>
+              {turn.pieces.map((piece, j) =>
+                piece.name ? <Fill key={j} name={piece.name} text={piece.text ?? "no value yet"} /> : <span key={j}>{piece.text}</span>,
+              )}
+            </div>
+          </div>
+        </Fragment>
+      ))}
+      {isKnown && cut < 0 && <Cut seen={seen} />}
+      {seen.left_by && <p class="cutline">The prompt differs from the one before it: {seen.left_by}</p>}
+      <Answer output={output} />
+    </>
+  );
+}
+
+function Cut({ seen: { cached_tokens, prompt_tokens, is_exact } }) {
+  return (
+    <p class="cutline">
+      <span>
+        ↑ {count(cached_tokens)} tokens from the KV cache{!is_exact && " (the cut is estimated)"}
+      </span>
+      <span>↓ {count(prompt_tokens - cached_tokens)} computed</span>
+    </p>
+  );
+}

@@ -1,0 +1,299 @@
+// One run: why it took its time, its graph and timeline as it runs, and any call or variable of it.
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useFeed } from "./api.js";
+import { Blame, failureOf } from "./blame.jsx";
+import { count, dollars, fullDate, plural, seconds, share } from "./format.js";
+import { layOut, readGraph } from "./graph.js";
+import { GraphView } from "./graph_view.jsx";
+import { Glyph, Icon, Pill } from "./icons.jsx";
+import { Panel } from "./panel.jsx";
+import { Bones, CopyButton, Notice, save, useNow, useSlow } from "./parts.jsx";
+import { go, useTitle } from "./route.js";
+import { RunActions } from "./run_actions.jsx";
+import { nameOf, stateOf } from "./run_list.js";
+import { Calls, Variables } from "./tables.jsx";
+import { Timeline } from "./timeline.jsx";
+import { sharesOf, wallOf } from "./wall.js";
+
+const PANEL_WIDTH = 1180; // Below this width, the panel lies over the run.
+const MANY_CALLS = 1024; // ServeCore shows the last calls of a run.
+const WORDS = { done: "finished", stopped: "cancelled", waiting: "waits for its program" };
+
+export function Run({ id, shown, group, visitor }) {
+  const feed = useFeed(`sessions/${id}`);
+  const session = feed.rows.get("session");
+  const isSlow = useSlow(!session);
+  useTitle(session ? nameOf(withFunctions(session, feed.rows)) : "Run");
+  if (feed.error && !session) return <NoSuchRun reason={feed.error} />;
+  if (!session) return <div class="screen">{isSlow && <Bones />}<Notice feed={feed} /></div>;
+  return <Loaded id={id} shown={shown} group={group} visitor={visitor} feed={feed} session={withFunctions(session, feed.rows)} />;
+}
+
+/** The run's row, with the names of its first functions if it has none. */
+function withFunctions(session, rows) {
+  if (session.functions) return session;
+  const names = [...rows].filter(([key]) => key.startsWith("call:")).map(([, call]) => call.func_name);
+  return { ...session, functions: [...new Set(names)].filter(Boolean).slice(0, 3) };
+}
+
+function Loaded({ id, shown, group, visitor, feed, session }) {
+  const { rows } = feed;
+  const isLive = session.state === "active";
+  const graph = useMemo(() => readGraph(rows), [rows]);
+  const outline = [...graph.calls].map(([call, row]) => `${call}:${row.inputs.join()}`).join();
+  const layout = useMemo(() => layOut(graph), [outline]);
+  const isBusy = [...graph.calls.values()].some((call) => call.state === "running" || call.state === "queued");
+  const clock = useNow(isLive);
+  const now = isLive ? clock - session.created_at : 0;
+  const wall = useMemo(() => wallOf(graph, rows, now, isLive && session.kind !== "API" && session.kind !== "conversation"), [graph, rows, now]);
+  const shares = useMemo(() => sharesOf(wall), [wall]);
+  const failure = useMemo(() => failureOf(graph, rows), [graph, rows]);
+  const { target, open, close } = useTarget({ id, shown, group, graph, layout });
+  const [isWide, setWide] = useState(false);
+  const [tab, setTab] = useState("timeline");
+  const [isFolded, setFolded] = useState(true);
+  const isOver = useNarrow();
+  const wasOpened = useRef(false);
+  const openHere = (wanted) => {
+    wasOpened.current = true;
+    open(wanted);
+  };
+  const shownCall = target?.variable && graph.producerOf.get(target.variable);
+  const shownNode = target?.node ?? (shownCall && layout.nodes.find((node) => node.members.includes(shownCall)));
+  const run = { id, graph, rows, now, wall, isLive, isOver, wasOpened, open: openHere, seesValues: visitor.sees_values, tenant: session.tenant };
+  const openNode = (node) => openHere(node.members.length > 1 ? { group: node.id } : node.id);
+  return (
+    <div class={target ? "runpage with-panel" : "runpage"} style={{ "--panel": isWide ? "720px" : "464px" }} {...linkedHover}>
+      <div class="views">
+        <nav class="crumb" aria-label="Path">
+          <a href="#/">Runs</a>/<span>{session.tenant}</span>
+        </nav>
+        <Head session={session} graph={graph} failure={failure} isLive={feed.isLive} isBusy={isBusy} rows={rows} />
+        <Notice feed={feed} />
+        <Totals session={session} graph={graph} wall={wall} now={now} />
+        <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} isLive={isLive} />
+        {graph.calls.size >= MANY_CALLS && (
+          <p class="notice">
+            <Glyph state="queued" />
+            <span>
+              You see the last {count(graph.calls.size)}
+              {session.calls > graph.calls.size && ` of ${count(session.calls)}`} calls.
+            </span>
+          </p>
+        )}
+        {graph.calls.size > 0 ? (
+          <GraphView graph={graph} layout={layout} path={wall.path} shares={shares} shown={shownNode} onOpen={openNode} isLive={isLive} />
+        ) : (
+          <section class="card empty-run">
+            <p class="hint">Nothing was called yet.</p>
+          </section>
+        )}
+        <section class="card box" aria-label="Timeline, variables and calls">
+          <header>
+            <Tabs chosen={tab} onChoose={setTab} variables={[...rows.keys()].filter((key) => key.startsWith("var:")).length} calls={graph.calls.size} />
+            {tab === "timeline" && layout.nodes.length < graph.calls.size && (
+              <span class="end">
+                <button class="btn ghost small" type="button" aria-pressed={!isFolded} onClick={() => setFolded(!isFolded)}>
+                  {isFolded ? "Unfold" : "Fold equal calls"}
+                </button>
+              </span>
+            )}
+          </header>
+          {tab === "timeline" && (
+            <Timeline
+              graph={graph}
+              layout={layout}
+              wall={wall}
+              now={now}
+              isFolded={isFolded}
+              shown={target?.node ? `node ${target.node.id}` : shownCall}
+              onOpen={openHere}
+            />
+          )}
+          {tab === "variables" && <Variables rows={rows} graph={graph} onOpen={openHere} />}
+          {tab === "calls" && <Calls graph={graph} shares={shares} onOpen={openHere} />}
+        </section>
+      </div>
+      {target && <Panel target={target} run={run} isWide={isWide} setWide={setWide} close={close} />}
+    </div>
+  );
+}
+
+/** What the panel shows: the address names it, or else the running or failed call when the run opens. */
+function useTarget({ id, shown, group, graph, layout }) {
+  const first = useRef(undefined);
+  if (first.current === undefined && graph.calls.size) {
+    first.current = innerWidth > PANEL_WIDTH ? firstCall(graph) : null;
+  }
+  const opened = useRef(null); // the element that opened the panel
+  const node = group && layout.nodes.find((one) => one.members.includes(group));
+  const variable = shown ?? (node ? undefined : first.current) ?? undefined;
+  const target = node ? { node } : variable ? { variable } : null;
+  const open = (wanted) => {
+    if (!document.activeElement?.closest(".panel")) opened.current = document.activeElement;
+    first.current = null;
+    go(wanted.group ? `/run/${id}?group=${encodeURIComponent(wanted.group)}` : `/run/${id}/${encodeURIComponent(wanted)}`);
+  };
+  const close = () => {
+    const back = node || layout.nodes.find((one) => one.members.includes(graph.producerOf.get(variable)));
+    first.current = null;
+    go(`/run/${id}`, true);
+    setTimeout(() => {
+      const element = opened.current?.isConnected && opened.current !== document.body ? opened.current : document.querySelector(`.node[data-node="${CSS.escape(back?.id ?? "")}"]`);
+      element?.focus({ preventScroll: true });
+      opened.current = null;
+    });
+  };
+  const latest = useRef(null);
+  latest.current = target && close;
+  useEffect(() => {
+    const press = (event) => {
+      if (event.key === "Escape" && latest.current && !document.querySelector("dialog[open]")) latest.current();
+    };
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+  return { target, open, close };
+}
+
+function firstCall(graph) {
+  const calls = [...graph.calls];
+  const found = calls.find(([, call]) => call.state === "running") ?? calls.find(([, call]) => call.state === "failed" && call.ready_s != null);
+  return found?.[0] ?? null;
+}
+
+/** Whether the panel lies over the run. */
+function useNarrow() {
+  const [isNarrow, setNarrow] = useState(innerWidth <= PANEL_WIDTH);
+  useEffect(() => {
+    const measure = () => setNarrow(innerWidth <= PANEL_WIDTH);
+    addEventListener("resize", measure);
+    return () => removeEventListener("resize", measure);
+  }, []);
+  return isNarrow;
+}
+
+/** The pointer or the focus on a call marks it in the bar, the graph, the timeline and the tables. */
+function mark(event) {
+  const element = event.target.closest?.("[data-call], [data-node]");
+  const page = event.currentTarget;
+  for (const hot of page.querySelectorAll(".hot")) hot.classList.remove("hot");
+  if (!element) return;
+  const { call, node } = element.dataset;
+  const selectors = [];
+  if (call) {
+    const name = CSS.escape(call);
+    selectors.push(`[data-call="${name}"]`);
+    const folded = node ?? page.querySelector(`.bar-g[data-call="${name}"]`)?.dataset.node;
+    if (folded) selectors.push(`[data-node="${CSS.escape(folded)}"]:not([data-call])`);
+  } else {
+    selectors.push(`[data-node="${CSS.escape(node)}"]`);
+  }
+  for (const same of page.querySelectorAll(selectors.join())) same.classList.add("hot");
+}
+
+const unmark = (event) => {
+  if (event.currentTarget.contains(event.relatedTarget)) return;
+  for (const hot of event.currentTarget.querySelectorAll(".hot")) hot.classList.remove("hot");
+};
+
+const linkedHover = { onMouseOver: mark, onFocusIn: mark, onMouseLeave: unmark, onFocusOut: unmark };
+
+function Head({ session, graph, failure, isLive, isBusy, rows }) {
+  const state = session.state === "active" ? (isBusy ? "running" : session.kind === "API" || session.kind === "conversation" ? stateOf({ ...session, running: 0 }) : "waiting") : stateOf(session);
+  const calls = [...graph.calls.values()];
+  const notRun = failure ? failure.others.length : 0;
+  const running = calls.filter((call) => call.state === "running" || call.state === "queued").length;
+  return (
+    <div class="head">
+      <h1>{nameOf(session)}</h1>
+      <Pill state={state} word={WORDS[state]} />
+      {failure && state !== "failed" && (
+        <span class="st failed">
+          <Glyph state="failed" />
+          {Math.max(1, failure.number)} failed{notRun > 0 && `, ${notRun} not run`}
+        </span>
+      )}
+      <span class="end">
+        <CopyButton text={() => location.href} what="the address">
+          Link
+        </CopyButton>
+        <Downloads session={session} rows={rows} />
+        <RunActions run={session} running={running} disabled={!isLive} after={() => go("/")} />
+      </span>
+    </div>
+  );
+}
+
+function Downloads({ session, rows }) {
+  const name = nameOf(session).replaceAll(/[^\w.-]+/g, "_");
+  return (
+    <button class="btn small" type="button" onClick={() => save(JSON.stringify(Object.fromEntries(rows), null, 2), `${name}.json`)}>
+      JSON
+    </button>
+  );
+}
+
+function Totals({ session, graph, wall, now }) {
+  const calls = [...graph.calls.values()];
+  const sum = (field) => calls.reduce((all, call) => all + (call[field] ?? 0), 0);
+  const done = session.done ?? calls.filter((call) => call.state === "done").length;
+  const all = session.calls ?? calls.length;
+  const cached = session.cached_tokens ?? sum("cached_tokens");
+  const prompt = session.prompt_tokens ?? cached + sum("computed_tokens");
+  const took = session.ended_at != null ? session.ended_at - session.created_at : wall.total || now;
+  const totals = [
+    ["Time", seconds(took), ""],
+    ["Calls", count(done), done === all ? "" : ` of ${count(all)}`],
+    ["Prompt", count(prompt), " tokens"],
+    ["Output", count(session.output_tokens ?? sum("output_tokens")), " tokens"],
+    ["From cache", share(cached, prompt) || "–", ""],
+    ...(session.cost > 0 ? [["Cost", dollars(session.cost), ""]] : []),
+  ];
+  return (
+    <dl class="totals">
+      {totals.map(([name, value, unit]) => (
+        <div key={name} title={name === "Time" ? `Began ${fullDate(session.created_at)}` : undefined}>
+          <dt>{name}</dt>
+          <dd>
+            {value}
+            <small>{unit}</small>
+          </dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+function Tabs({ chosen, onChoose, variables, calls }) {
+  const tabs = [
+    ["timeline", "Timeline"],
+    ["variables", "Variables", variables],
+    ["calls", "Calls", calls],
+  ];
+  return (
+    <div class="seg" role="group" aria-label="Timeline, variables or calls">
+      {tabs.map(([id, name, number]) => (
+        <button key={id} type="button" aria-pressed={id === chosen} onClick={() => onChoose(id)}>
+          {name}
+          {number !== undefined && <b>{count(number)}</b>}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+function NoSuchRun({ reason }) {
+  useTitle("Not found");
+  return (
+    <div class="empty">
+      <h1>There is no such run</h1>
+      <p>
+        {reason[0].toUpperCase() + reason.slice(1)}. Finished runs are kept for a limited time, and the address may be mistyped.
+      </p>
+      <a class="btn main" href="#/">
+        All runs
+      </a>
+    </div>
+  );
+}
