@@ -170,13 +170,19 @@ class Turn:
     async def read(self, choice: int) -> VarGetResponse:
         """Wait for an answer. Raises the answer's error."""
         output = self.completions[choice].output
-        await self.reads.value(self.session, output, self._options)
+        await self.reads.value(self.session, output, self._options, is_kept=self.is_kept)
         return value_view(output)
 
     def stream(self, choice: int) -> AsyncGenerator[str]:
         """The answer's text in deltas. Raises as `read` does."""
         output = self.completions[choice].output
-        return self.reads.stream(self.session, output, self._options, is_patient=self.is_patient)
+        return self.reads.stream(
+            self.session,
+            output,
+            self._options,
+            is_kept=self.is_kept,
+            is_patient=self.is_patient,
+        )
 
     def ended(self, choice: int) -> VarGetResponse:
         """An answer whose stream has ended."""

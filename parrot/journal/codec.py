@@ -62,8 +62,8 @@ class JournaledSession:
     def require_room(self) -> None:
         self._journal.require_room()
 
-    async def published(self) -> None:
-        await self._journal.published()
+    async def stored(self, seq: int) -> None:
+        await self._journal.stored(seq)
 
     def command(
         self, command: Command[Any], upcoming: Sequence[int]
@@ -87,8 +87,9 @@ class JournaledSession:
 
     def settled(self, variable: SemanticVariable) -> None:
         """Record a variable's value or own error. An error that follows from another variable's
-        error is not recorded, because the replay derives it again."""
+        error is not recorded, because the replay derives it again from earlier records."""
         if variable.origin is not None:
+            variable.record_seq = self._journal.last_seq
             return
         fields: Payload = {"variable": variable.id}
         if variable.error is not None:
@@ -102,7 +103,7 @@ class JournaledSession:
             fields["state"] = task.state.value
             if isinstance(task, Completion):
                 fields["stats"] = _stats_fields(task.stats)
-        self._journal.append(self._subject, Kind.SETTLED, fields)
+        variable.record_seq = self._journal.append(self._subject, Kind.SETTLED, fields)
 
     def attempted(self, completion: Completion) -> None:
         fields = {

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -99,6 +99,19 @@ class Storage(Protocol):
         ...
 
     @property
+    def is_short(self) -> bool:
+        """Whether the space that is reserved for records of accepted work is in use."""
+        ...
+
+    def use_reserve(self, error: Exception) -> bool:
+        """Use the reserved space after `error`. Returns False if that cannot help."""
+        ...
+
+    def refill(self) -> bool:
+        """Reserve space again. Returns False if there is too little space."""
+        ...
+
+    @property
     def has_ended(self) -> bool:
         """Whether `trim` has records to remove."""
         ...
@@ -156,7 +169,12 @@ class ReplayClock:
             self.now = lambda: then
 
 
+class RecordsLost(Exception):
+    """Records could not be written before the process ended."""
+
+
 _RETRY_S = 1.0  # Seconds between attempts to write after a failure.
+_MAX_NAMED = 20  # Subjects of lost records that the log names.
 _CLOSE_S = 5.0  # Seconds that `close` waits for the last records.
 _BYTES_PER_WRITE = 8 * 2**20  # Payload bytes at which a transaction ends.
 # A transaction costs as much as dozens of records, so records gather while the event loop is busy.
@@ -167,8 +185,11 @@ _LAZY_S = 0.02  # Seconds after which records are written if no caller waits for
 
 class Journal:
     """One process's journal; close it when done. Its records are read once, before the first
-    `append`. While records cannot be written, `require_room` rejects new work. Records of work that
-    was accepted before stay in memory until they can be written."""
+    `append`.
+
+    If there is no room, the storage's reserve is used: `require_room` rejects new work, and records
+    of accepted work are written. Without a reserve, these records stay in memory until they can be
+    written, and `stored` raises an error for them."""
 
     def __init__(self, file: Storage, clock: Clock, max_wait_s: float = 10.0) -> None:
         """`clock` is the time that `self.clock` shows outside of replays."""
@@ -177,6 +198,8 @@ class Journal:
         self.epoch = self._file.epoch
         self._max_wait_s = max_wait_s
         self._failure = self._delay = ""  # why records cannot be written: an error, a late record
+        self._shortage = ""  # why only records of accepted work are written
+        self.num_lost = 0  # records that `close` could not write
         self._turn: list[Record] = []  # of the current turn of the event loop
         self._ready: list[Record] = []  # of earlier turns, not yet handed to the thread
         self._is_gathering = False  # a caller waits for the ready records
@@ -189,11 +212,18 @@ class Journal:
         self._batches: SimpleQueue[list[Record] | None] = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._pending: list[Record] = []  # Handed to the thread and not written.
+        self._close_by = 0.0  # When the thread stops trying, on the monotonic clock.
 
     @property
     def trouble(self) -> str:
         """Why records cannot be written; empty if they can."""
         return self._failure or self._delay
+
+    @property
+    def shortage(self) -> str:
+        """Why new work is rejected; empty if it is accepted."""
+        return self.trouble or self._shortage
 
     def fact(self, name: str, value: int) -> int:
         """The number that was first stored under this name; call it before the first `append`.
@@ -213,6 +243,9 @@ class Journal:
             raise ConfigError(f"journal: cannot be read: {error}") from None
         self._seq = self._num_flushed = self._num_written = self._file.last_seq()
         self._loop = asyncio.get_running_loop()
+        if self._file.is_short:
+            self._shorten("there is too little space for the reserve")
+            self._start_thread()
 
     def replay(self, records: Iterable[Record], apply: Callable[[Record], None]) -> None:
         """Call `apply` with each record, with the clock at the record's time."""
@@ -224,15 +257,22 @@ class Journal:
         finally:
             self.clock.show(None)
 
-    def append(self, subject: str, kind: str, fields: Payload) -> None:
-        """Add a record. It is written within about 20 ms, or sooner if a caller waits for it. All
-        records of one turn of the event loop are written together or not at all."""
+    @property
+    def last_seq(self) -> int:
+        """The number of the last record that was appended."""
+        return self._seq
+
+    def append(self, subject: str, kind: str, fields: Payload) -> int:
+        """Add a record, and return its number. It is written within about 20 ms, or sooner if a
+        caller waits for it. All records of one turn of the event loop are written together or not
+        at all."""
         assert self._loop is not None, "the journal was not read"
         payload = orjson.dumps(fields)
         if not self._turn:
             self._loop.call_soon(self._flush)
         self._seq += 1
         self._turn.append(Record(self._seq, time.time(), subject, kind, payload))
+        return self._seq
 
     def end(self, subject: str) -> None:
         """Record that the subject has ended. Its records are removed later."""
@@ -252,26 +292,31 @@ class Journal:
             raise
 
     def require_room(self) -> None:
-        """Raise `InsufficientStorage` while records cannot be written: the disk or the journal is
-        full, or a record has waited for `max_wait_s`. Raise `Unavailable` instead if another
-        process may own the records, because then this process must not answer."""
-        if self.trouble:
+        """Raise `InsufficientStorage` while new work is rejected: the disk or the journal is full,
+        or a record has waited for `max_wait_s`. Raise `Unavailable` instead if another process may
+        own the records, because then this process must not answer."""
+        if self.shortage:
             raise self._refusal()
 
     async def writable(self) -> None:
-        """Wait until records can be written."""
-        while self.trouble:
+        """Wait until new work is accepted."""
+        while self.shortage:
             await self._writable.wait()
 
     async def durable(self) -> None:
         """Wait until all records appended so far are on disk. Raises `InsufficientStorage` if they
         cannot be written now."""
-        if self._num_written == self._seq:
+        await self.stored(self._seq)
+
+    async def stored(self, seq: int) -> None:
+        """Wait until the record with this number is on disk. Raises as `durable` does."""
+        if seq <= self._num_written:
             return
-        self.require_room()
+        if self.trouble:
+            raise self._refusal()
         assert self._loop is not None
         waiter = self._loop.create_future()
-        self._waiters.append((self._seq, waiter))
+        self._waiters.append((seq, waiter))
         if not self._turn:
             self._write_soon()
         await waiter
@@ -283,22 +328,41 @@ class Journal:
 
     async def close(self) -> None:
         """Write the remaining records, for at most 5 s. Callers that wait longer, and later calls,
-        receive an error."""
+        receive an error. Records that were not written are logged, and counted in `num_lost`."""
         self._flush()
         self._hand_over()
         if not self._file.is_owned():
             self._refuse("another process owns it")
         if self._watch is not None:
             self._watch.cancel()
+        is_writing = False
         if self._thread is not None:
+            self._close_by = time.monotonic() + _CLOSE_S
             self._batches.put(None)
-            await asyncio.to_thread(self._thread.join, _CLOSE_S)
-            if self._thread.is_alive():
-                logger.error("the journal's last records were not written: %s", self.trouble)
-                self._refuse("it was closed")
-                return
+            await asyncio.to_thread(self._thread.join, _CLOSE_S + _RETRY_S)
+            is_writing = self._thread.is_alive()
+            if self._file.is_owned():
+                self._count_lost(list(self._pending))
         self._refuse("it was closed")
-        self._file.close()
+        if not is_writing:
+            self._file.close()
+
+    def _count_lost(self, lost: Sequence[Record]) -> None:
+        self.num_lost = len(lost)
+        if not lost:
+            return
+        counts = Counter(record.subject for record in lost)
+        named = ", ".join(
+            f"{subject}: {count}" for subject, count in counts.most_common(_MAX_NAMED)
+        )
+        logger.error(
+            "the journal's last %d records are lost, because it cannot be written: %s. By session "
+            "or response: %s%s",
+            len(lost),
+            self.trouble or "the disk does not answer",
+            named,
+            ", ..." if len(counts) > _MAX_NAMED else "",
+        )
 
     def _flush(self) -> None:
         if not self._turn:
@@ -340,17 +404,25 @@ class Journal:
             return
         self._batches.put(self._ready)
         self._ready = []
-        if self._thread is None:  # Until now, the event loop used the file alone.
-            self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
-            self._thread.start()
+        if self._thread is None:
+            self._start_thread()
+
+    def _start_thread(self) -> None:
+        """Start the thread. Until now, the event loop used the file alone."""
+        self._thread = threading.Thread(target=self._write_all, name="journal", daemon=True)
+        self._thread.start()
 
     # In the writer thread
 
     def _write_all(self) -> None:
-        pending: list[Record] = []
+        pending = self._pending
         has_failed = is_closing = False
-        while not is_closing:
-            wait_s = _RETRY_S if has_failed else 0.0 if self._file.has_ended else None
+        while not is_closing or (pending and time.monotonic() < self._close_by):
+            wait_s = None
+            if has_failed or self._file.is_short:
+                wait_s = _RETRY_S
+            if self._file.has_ended and not has_failed:
+                wait_s = 0.0
             is_closing |= self._gather(pending, wait_s)
             try:
                 while self._file.has_ended and (has_failed or not pending):
@@ -362,10 +434,16 @@ class Journal:
                     self._file.write(pending[:count])
                     self._report(self._written, pending[count - 1].seq)
                     del pending[:count]
+                if self._file.is_short and not is_closing and self._file.refill():
+                    self._report(self._refilled)
                 if has_failed:
                     self._report(self._recovered)
                 has_failed = False
             except Exception as error:  # noqa: BLE001 - waiting callers must receive it
+                if self._file.use_reserve(error):
+                    self._report(self._shorten, str(error))
+                    self._batches.put([])  # Write again at once.
+                    continue
                 if not has_failed:
                     logger.error("the journal cannot be written: %s", error)
                 self._report(self._refuse, str(error))
@@ -428,8 +506,17 @@ class Journal:
         self._refuse_all()
 
     def _recovered(self) -> None:
-        logger.warning("the journal can be written again; changes are accepted")
+        logger.warning("the journal can be written again")
         self._failure = ""
+        self._report_writable()
+
+    def _shorten(self, reason: str) -> None:
+        logger.error("the journal has no room: %s. Only accepted work is written", reason)
+        self._shortage = reason
+
+    def _refilled(self) -> None:
+        logger.warning("the journal has room again; changes are accepted")
+        self._shortage = ""
         self._report_writable()
 
     def _report_writable(self) -> None:
@@ -444,13 +531,17 @@ class Journal:
         if not self._file.is_owned():
             return Unavailable("another ServeCore may have taken over, so this one cannot answer")
         return InsufficientStorage(
-            f"the journal cannot be written, so nothing is accepted: {self.trouble}"
+            f"the journal cannot be written, so nothing is accepted: {self.shortage}"
         )
 
     def _refuse_all(self) -> None:
         while self._waiters:
-            _, waiter = self._waiters.popleft()
-            if not waiter.done():
+            seq, waiter = self._waiters.popleft()
+            if waiter.done():
+                continue
+            if seq <= self._num_written:
+                waiter.set_result(None)
+            else:
                 waiter.set_exception(self._refusal())
 
 

@@ -13,6 +13,7 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
+from parrot.journal.reserve import reserve_bytes
 from parrot.utils.config import ConfigError
 
 Connection = psycopg.Connection[tuple[Any, ...]]
@@ -306,6 +307,7 @@ class PostgresRecords(EndedSubjects):
         self.epoch = lease.epoch
         self.is_owned = lease.is_held
         self._max_bytes = max_bytes
+        self._limit = max_bytes - reserve_bytes(max_bytes)
         self._size = 0
         self._connection: Connection | None = None
 
@@ -342,12 +344,29 @@ class PostgresRecords(EndedSubjects):
         """Write the records. Records may repeat if a broken connection left their fate unknown.
         Raises `Superseded`, and `Full` if they would exceed `max_bytes`."""
         size = sum(len(record.payload) + _OVERHEAD for record in records)
-        if self._size + size > self._max_bytes:
-            raise Full(f"it is full: {self._size} of at most {self._max_bytes} bytes are used")
+        if self._size + size > self._limit:
+            raise Full(f"it is full: {self._size} of at most {self._limit} bytes are used")
         columns = zip(*[(*record, record.checksum) for record in records], strict=True)
         self._change(_WRITE, [list(column) for column in columns])
         self._size += size
         self.note_ends(records)
+
+    @property
+    def is_short(self) -> bool:
+        return self._limit > self._max_bytes - reserve_bytes(self._max_bytes)
+
+    def use_reserve(self, error: Exception) -> bool:
+        if self.is_short or not isinstance(error, Full):
+            return False
+        self._limit = self._max_bytes
+        return True
+
+    def refill(self) -> bool:
+        limit = self._max_bytes - reserve_bytes(self._max_bytes)
+        if self._size >= limit:
+            return False
+        self._limit = limit
+        return True
 
     def trim(self) -> None:
         """Raises `Superseded`."""

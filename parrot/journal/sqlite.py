@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
+from parrot.journal.reserve import Reserve, reserve_bytes
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,9 @@ class JournalFile(EndedSubjects):
         super().__init__()
         self._path = Path(path)
         self._max_bytes = max_bytes
+        num_reserved = reserve_bytes(max_bytes)
+        self._max_pages = max(64, (max_bytes - num_reserved) // _PAGE_BYTES)
+        self._reserve = Reserve(Path(f"{path}.reserve"), num_reserved)
         self._lock = _locked(self._path)
         try:
             self._database = self._open(self._path)
@@ -58,6 +62,7 @@ class JournalFile(EndedSubjects):
             self._ended = self._find_ended()
             self._damage, self.epoch = "", _now_ms()
             self._is_epoch_due = False  # the epoch must be written with the next records
+            self._reserve.acquire()
             try:
                 self._count_epoch()
             except sqlite3.DatabaseError as error:
@@ -131,6 +136,25 @@ class JournalFile(EndedSubjects):
             self._seqs[record.subject].append(record.seq)
         self.note_ends(records)
 
+    @property
+    def is_short(self) -> bool:
+        return not self._reserve.is_held
+
+    def use_reserve(self, error: Exception) -> bool:
+        if self.is_short or not _is_no_room(error):
+            return False
+        self._reserve.release()
+        self._limit_pages(self._max_bytes // _PAGE_BYTES)
+        return True
+
+    def refill(self) -> bool:
+        (num_pages,) = self._database.execute("PRAGMA page_count").fetchone()
+        (num_free,) = self._database.execute("PRAGMA freelist_count").fetchone()
+        if num_pages - num_free >= self._max_pages or not self._reserve.acquire():
+            return False
+        self._limit_pages(self._max_pages)
+        return True
+
     def trim(self) -> None:
         """Remove up to 512 records of an ended subject, its `ENDED` record last."""
         subject = next(iter(self._ended))
@@ -158,11 +182,15 @@ class JournalFile(EndedSubjects):
             database.execute("PRAGMA journal_mode = WAL")
             database.execute("PRAGMA synchronous = FULL")
             database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
-            database.execute(f"PRAGMA max_page_count = {max(64, self._max_bytes // _PAGE_BYTES)}")
+            database.execute(f"PRAGMA max_page_count = {self._max_pages}")
         except BaseException:
             database.close()
             raise
         return database
+
+    def _limit_pages(self, num_pages: int) -> None:
+        """Limit the file's size. It does not shrink: above the limit, only free pages are used."""
+        self._database.execute(f"PRAGMA max_page_count = {max(64, num_pages)}")
 
     def _check(self, database: sqlite3.Connection) -> None:
         (application,) = database.execute("PRAGMA application_id").fetchone()

@@ -530,11 +530,16 @@ class DrainRequest(BaseModel):
 
 
 class ReadyResponse(Answer):
-    """Answer of `/ready` if an engine is registered. Without the cluster token, all values are
-    null."""
+    """Answer of `/ready` if an engine is registered. Without the cluster token, `num_queued` and
+    `engines` are null."""
 
     num_queued: int | None
     engines: list[EngineStatus] | None
+    journal: Literal["ok", "reserve", "full"] | None = Field(
+        None,
+        description="`reserve`: there is no room, so new work gets 507 and finished work is "
+        "written. `full`: nothing can be written now. null: no journal.",
+    )
 
 
 class StreamDelta(Answer):

@@ -383,12 +383,13 @@ class CoreConfig(ConfigModel):
         2**32,
         ge=2**20,
         le=2**46,
-        description="Maximum size of the journal in bytes. When it is full, changes get 507.",
+        description="Maximum size of the journal in bytes. When it is full, changes get 507. An "
+        "eighth of it, at most 16 MiB, is a reserve for results of accepted calls.",
     )
     journal_timeout: Seconds = Field(
         10.0,
-        description="Longest wait for the disk of the journal. After that, changes get 507 "
-        "until the disk has caught up.",
+        description="Longest wait for the disk of the journal. After that, changes and reads of "
+        "new values get 507 until the disk has caught up.",
     )
     servers: tuple[UpstreamServer, ...] = Field(
         (),

@@ -67,6 +67,7 @@ from parrot.serve.tenants.limits import TenantQuotaExceeded
 from parrot.serve.tenants.table import TenantTable
 from parrot.serve.views import (
     engine_view,
+    journal_state,
     session_steps,
     session_summary,
     session_view,
@@ -411,10 +412,11 @@ class ServeCore:
         self._require_open()
         if not (engines := self.fleet.views()):
             raise NoEngine("no engine is registered")
+        journal = journal_state(self.sessions.journal)
         if not sees_engines:
-            return ReadyResponse(num_queued=None, engines=None)
+            return ReadyResponse(num_queued=None, engines=None, journal=journal)
         shown = [engine_view(engine) for engine in engines]
-        return ReadyResponse(num_queued=self.num_queued, engines=shown)
+        return ReadyResponse(num_queued=self.num_queued, engines=shown, journal=journal)
 
     @property
     def num_queued(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from parrot.protocol.endpoint import Verb
 from parrot.protocol.errors import Conflict, NotFound, SessionGone
-from parrot.serve.sessions import CommandLog
+from parrot.serve.command_log import CommandLog
 
 
 class Wait(Enum):

@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from prometheus_client.core import Metric
 
+from parrot.serve.command_log import CommandLog
 from parrot.serve.config import CoreConfig, TokenPrices
 from parrot.serve.contexts.ledger import KvCounts
 from parrot.serve.events import ContextEvicted, PrefixBroken, SessionEnded, Sink, TaskEnded
@@ -20,7 +21,7 @@ from parrot.serve.graph.nodes import (
     VariableState,
     given_name,
 )
-from parrot.serve.sessions import CommandLog, Session
+from parrot.serve.sessions import Session
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.metrics import (
     FIRST_TOKEN_S,
@@ -242,7 +243,7 @@ def app_of(session: Session) -> str:
 
 def _journal_family(journal: CommandLog | None) -> Metric:
     text = "1 while the journal cannot be written; changes are rejected with 507."
-    is_failing = journal is not None and bool(journal.trouble)
+    is_failing = journal is not None and bool(journal.shortage)
     return gauge("parrot_journal_unwritable", text, {(): is_failing})
 
 

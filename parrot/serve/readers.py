@@ -59,9 +59,16 @@ class Reads:
             when = self._clock.now() + WAKE_DELAY_S
             self._timers.call_at(when, lambda: self._wake(session))
 
-    async def value(self, session: Session, variable: SemanticVariable, options: ReadLimits) -> str:
-        """Wait for the value of a variable."""
-        async with session.published():
+    async def value(
+        self,
+        session: Session,
+        variable: SemanticVariable,
+        options: ReadLimits,
+        *,
+        is_kept: bool = True,
+    ) -> str:
+        """Wait for the value of a variable. `is_kept`: see `Session.published`."""
+        async with session.published(variable, is_kept=is_kept):
             if not self._events.has_sink(ReadBegan, ReadEnded):
                 return await self._value(session, variable, options)
             with self._emit_events(session, options, [variable.id]):
@@ -90,11 +97,12 @@ class Reads:
         variable: SemanticVariable,
         options: ReadLimits,
         *,
+        is_kept: bool = True,
         is_patient: bool = False,
     ) -> AsyncGenerator[str]:
         """The value in deltas, starting with the text so far. If `is_patient`, the stream waits for
-        an engine without a limit."""
-        deltas = self._stream(session, variable, options, is_patient)
+        an engine without a limit. `is_kept`: see `Session.published`."""
+        deltas = self._stream(session, variable, options, is_kept, is_patient)
         if not self._events.has_sink(ReadBegan, ReadEnded):
             return deltas
         return self._stream_with_events(session, variable, options, deltas)
@@ -112,9 +120,14 @@ class Reads:
                     yield delta
 
     async def _stream(
-        self, session: Session, variable: SemanticVariable, options: ReadLimits, is_patient: bool
+        self,
+        session: Session,
+        variable: SemanticVariable,
+        options: ReadLimits,
+        is_kept: bool,
+        is_patient: bool,
     ) -> AsyncGenerator[str]:
-        async with session.published():
+        async with session.published(variable, is_kept=is_kept):
             if variable.is_settled:
                 if text := variable.result():
                     yield text
@@ -143,7 +156,7 @@ class Reads:
         """The first `request.k` variables to be ready, in that order. Raises as soon as too many
         have failed. When the last of them is ready, this reader leaves the others in the same turn
         of the event loop."""
-        async with session.published():
+        async with session.published(*variables):
             if not self._events.has_sink(ReadBegan, ReadEnded):
                 return await self._first(session, variables, request)
             with self._emit_events(session, request, request.var_ids, k=request.k):

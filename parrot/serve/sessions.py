@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 
 from parrot.protocol.errors import (
     AuthenticationFailed,
+    Cancelled,
+    InsufficientStorage,
     NotFound,
     ParrotError,
     QuotaExceeded,
@@ -23,6 +25,7 @@ from parrot.protocol.public import (
     NativeCallRequest,
     SemanticCallRequest,
 )
+from parrot.serve.command_log import CommandLog, Fields
 from parrot.serve.config import CoreConfig
 from parrot.serve.graph.build import Prompt
 from parrot.serve.graph.graph import (
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
 RESERVED = "reserved"  # The kind of a journal record that reserves a block of session ids.
 _RESERVED_IDS = 1024  # Session ids per block. A larger number writes fewer records.
 
-Fields = dict[str, Any]
 Result_co = TypeVar("Result_co", covariant=True)
 
 
@@ -222,36 +224,10 @@ class SessionLog(Protocol):
 
     def ended(self) -> None: ...
 
-    async def published(self) -> None:
-        """Wait until all records are on disk, unless they cannot be written now."""
+    async def stored(self, seq: int) -> None:
+        """Wait until the record with this number is on disk. Raises `InsufficientStorage` if it
+        cannot be written now."""
         ...
-
-
-class CommandLog(Protocol):
-    """Records all changes (`parrot.journal`). A subject is a session or another object."""
-
-    @property
-    def trouble(self) -> str:
-        """Why records cannot be written; empty if they can."""
-        ...
-
-    def require_room(self) -> None: ...
-
-    def append(self, subject: str, kind: str, fields: Fields) -> None: ...
-
-    def end(self, subject: str) -> None:
-        """Record that the subject has ended."""
-        ...
-
-    async def writable(self) -> None:
-        """Wait until records can be written."""
-        ...
-
-    async def durable(self) -> None:
-        """Wait until all records are on disk. Raises `InsufficientStorage`."""
-        ...
-
-    async def published(self) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -307,19 +283,24 @@ class Session:
         self.was_read = True
 
     @asynccontextmanager
-    async def published(self) -> AsyncIterator[None]:
-        """At the end of the block that reads a value, or at its error, wait for the journal. So a
-        restart cannot change a value that was returned. This also holds if the session has ended
-        meanwhile."""
+    async def published(
+        self, *variables: SemanticVariable, is_kept: bool = True
+    ) -> AsyncIterator[None]:
+        """At the end of the block that reads variables, or at its error, wait until their values
+        and errors are on disk. So a restart cannot change what was returned. This also holds if the
+        session has ended meanwhile. Raises `InsufficientStorage` if they cannot be written now. Not
+        for cancellations, which make room, and unless `is_kept`: then no later request reads them.
+        """
         log = self.log
         try:
             yield
-        except ParrotError:
+        except ParrotError as error:
             if self.log is not None:
-                await self.log.published()
+                is_kept = is_kept and not isinstance(error, Cancelled)
+                await _stored(self.log, variables, is_kept)
             raise
         if log is not None:
-            await log.published()
+            await _stored(log, variables, is_kept)
 
     def task_finished(self, task: Task, now: float) -> None:
         """Mark the session as active, and count the task's outputs and log probabilities in its
@@ -336,6 +317,14 @@ class Session:
         if self.graph.activation.num_started:
             return now + life_span_s
         return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
+
+
+async def _stored(log: SessionLog, variables: Sequence[SemanticVariable], is_kept: bool) -> None:
+    try:
+        await log.stored(max(variable.record_seq for variable in variables))
+    except InsufficientStorage:
+        if is_kept:
+            raise
 
 
 class SessionNumbers:

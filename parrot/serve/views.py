@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from parrot.protocol.public import (
     CompletionInfo,
@@ -15,6 +15,7 @@ from parrot.protocol.public import (
     SessionSummary,
     VarInfo,
 )
+from parrot.serve.command_log import CommandLog
 from parrot.serve.execution.fleet import EngineView
 from parrot.serve.graph.nodes import (
     Completion,
@@ -156,6 +157,15 @@ def engine_view(engine: EngineView) -> EngineStatus:
         evicted_tokens=engine.kv.evicted,
         default_sampling=info.default_sampling,
     )
+
+
+def journal_state(journal: CommandLog | None) -> Literal["ok", "reserve", "full"] | None:
+    """The field `journal` of `/ready`."""
+    if journal is None:
+        return None
+    if journal.trouble:
+        return "full"
+    return "reserve" if journal.shortage else "ok"
 
 
 async def variables_view(session: Session) -> list[VarInfo]:

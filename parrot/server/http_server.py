@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from parrot.journal.log import is_address
+from parrot.journal.log import RecordsLost, is_address
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
 from parrot.protocol.server_config import settled_token
 from parrot.serve.config import CoreConfig, core_settings
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         settings = core_settings(args.config_path, options, os.environ)
         config = parse_config(CoreConfig, settings.payload, settings.blamed)
         run_server(args, serve(config))
-    except ConfigError as error:
+    except (ConfigError, RecordsLost) as error:
         sys.exit(f"error: {error}")
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from fastapi import FastAPI
 
-from parrot.journal.log import Journal, Storage
+from parrot.journal.log import Journal, RecordsLost, Storage
 from parrot.journal.sqlite import JournalFile
 from parrot.observe.call_log import CallLog
 from parrot.observe.recorder import Recorder, TraceFile
@@ -31,7 +31,8 @@ class Serving(NamedTuple):
 @asynccontextmanager
 async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIterator[Serving]:
     """A ServeCore restored from the records of `storage`, or of the configured journal file.
-    Raises `ConfigError` if the journal cannot be used or the trace cannot be written."""
+    Raises `ConfigError` if the journal cannot be used or the trace cannot be written, and at the
+    end `RecordsLost`."""
     with ExitStack() as stack:
         trace = None
         if config.trace_path is not None:
@@ -68,6 +69,8 @@ async def serving(config: CoreConfig, storage: Storage | None = None) -> AsyncIt
         finally:
             if journal is not None:
                 await journal.close()
+                if journal.num_lost:
+                    raise RecordsLost(f"{journal.num_lost} records of the journal are lost")
 
 
 def _first_session_id() -> int:

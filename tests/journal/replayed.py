@@ -38,6 +38,14 @@ class MemoryFile:
     def write(self, records: Sequence[Record]) -> None:
         self.records += records
 
+    is_short = False
+
+    def use_reserve(self, error: Exception) -> bool:
+        return False
+
+    def refill(self) -> bool:
+        return True
+
     def note_ends(self, records: Sequence[Record]) -> None: ...
 
     @property

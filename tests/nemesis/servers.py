@@ -176,7 +176,10 @@ class Server:
     def fill_disk(self, room: int) -> None:
         """Let no file of the process grow beyond what the journal has, and `room` bytes."""
         journal = Path(self.config["journal"])
-        sizes = [path.stat().st_size for path in journal.parent.glob(f"{journal.name}*")]
+        files = [
+            path for path in journal.parent.glob(f"{journal.name}*") if path.suffix != ".reserve"
+        ]
+        sizes = [path.stat().st_size for path in files]
         limit = max(sizes, default=0) + room
         resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 

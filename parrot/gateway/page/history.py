@@ -10,8 +10,9 @@ from parrot.gateway.page.finished import FinishedRun, RunEnd, finishing
 from parrot.gateway.page.runs import RowContext
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.errors import ParrotError
+from parrot.serve.command_log import CommandLog
 from parrot.serve.core import ServeCore
-from parrot.serve.sessions import CommandLog, Session
+from parrot.serve.sessions import Session
 from parrot.utils.heaps import Timer, TimerQueue
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ class History:
     def add(self, run: FinishedRun) -> None:
         """Keep the run. Other runs are deleted if there is no room for all."""
         self._insert(run)
-        if self._log is not None and not self._log.trouble:
+        if self._log is not None and not self._log.shortage:
             self._log.append(_subject(run.id), RUN, run.fields())
         self._make_room()
 

@@ -29,12 +29,12 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.protocol.public import ModelCard, ModelName, ModelsResponse
+from parrot.serve.command_log import CommandLog, Fields
 from parrot.serve.config import CoreConfig
 from parrot.serve.contexts.ledger import ContextLedger, KvCounts
 from parrot.serve.events import EngineJoined, EngineLost, Events
 from parrot.serve.prompts.encode import ModelTokenizer, TokenizerRegistry
 from parrot.serve.scheduling.scheduler import Scheduler, queued_by_model
-from parrot.serve.sessions import CommandLog, Fields
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
 from parrot.utils.tasks import TaskSet

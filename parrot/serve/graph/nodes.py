@@ -73,6 +73,7 @@ class SemanticVariable:
         "partial_text",
         "producer",
         "readers",
+        "record_seq",
         "session_id",
         "set_at",
         "state",
@@ -93,6 +94,7 @@ class SemanticVariable:
         self.readers: list[Reader] = []
         # The first failure, if this variable failed because an input of its producer failed.
         self.origin: ParrotError | None = None
+        self.record_seq = 0  # The journal record that readers wait for. 0: none.
         self._digest: bytes | None = None
         self._stats: RunStats | None = None
         self._settled_callbacks: list[Callable[[SemanticVariable], None]] = []

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import orjson
 
@@ -86,7 +87,7 @@ class Responses:
         if request.is_deferred:
             return orjson.dumps(frame)
         if request.background:
-            record.job = job = Background(turn, frame, self.kept.published)
+            record.job = job = Background(turn, frame, partial(self.kept.stored, record))
             self._store.begin(record)
             self._begin(asked, frame, record)
             self._tasks.spawn(self._work(job, turn, parser, record), name=record.id)
@@ -155,12 +156,17 @@ class Responses:
 
     def retrieve(
         self, request: RetrieveRequest, response_id: str, caller: Caller
-    ) -> bytes | AsyncGenerator[Events]:
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
         record = self._store.find(response_id, caller.tenant)
         if request.stream:
             after = -1 if request.starting_after is None else request.starting_after
             return _job(record, "stream").events(after)
-        return record.body or _job(record).body()
+        return self._body(record, record.body or _job(record).body())
+
+    async def _body(self, record: StoredResponse, body: bytes) -> bytes:
+        """The body, once it is on disk: until then a restart may produce another answer."""
+        await self.kept.stored(record)
+        return body
 
     def cancel(self, request: CancelRequest, response_id: str, caller: Caller) -> bytes:
         """Cancel a background response. A finished one is returned unchanged."""
@@ -168,6 +174,7 @@ class Responses:
         job = _job(record)
         job.cancel()
         self._keep(job.writer, record)
+        record.is_cancelled = True
         return record.body
 
     def delete(self, response_id: str, caller: Caller) -> bytes:
@@ -318,7 +325,7 @@ class Responses:
         """Resume the responses that the journal contains as unfinished. Each waits for an engine
         with its model, which `joined` reports, and until the journal can be written."""
         for record, fields in self.kept.unfinished.values():
-            record.job = Background(None, fields["frame"], self.kept.published)
+            record.job = Background(None, fields["frame"], partial(self.kept.stored, record))
             work = self._resume_one(record.job, fields, record, joined)
             self._tasks.spawn(work, name=record.id)
         self.kept.unfinished.clear()

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 from parrot.gateway.vendors.responses.fields import ResponseItem, output_items
 from parrot.gateway.vendors.responses.writer import Background
-from parrot.protocol.errors import Conflict, NotFound
-from parrot.serve.sessions import CommandLog
+from parrot.protocol.errors import Conflict, InsufficientStorage, NotFound
+from parrot.serve.command_log import CommandLog
 from parrot.serve.tenants.limits import num_bytes
 from parrot.utils.heaps import LazyHeap, LruDict
 from parrot.utils.ids import new_token
@@ -51,6 +51,8 @@ class StoredResponse:
     idempotency_key: IdempotencyKey | None = field(default=None, init=False)
     job: Background | None = field(default=None, init=False)  # None: not a background response
     num_bytes: int = field(default=0, init=False)
+    is_cancelled: bool = field(default=False, init=False)
+    record_seq: int = field(default=0, init=False)  # the journal record that readers wait for
     is_kept: bool = field(default=False, init=False)
     is_deleted: bool = field(default=False, init=False)
     num_successors: int = field(default=0, init=False, repr=False)
@@ -288,7 +290,7 @@ class KeptResponses:
             "work": work,
             "once": None if record.idempotency_key is None else list(record.idempotency_key),
         }
-        self._journal.append(record.id, _KEPT, fields)
+        record.record_seq = self._journal.append(record.id, _KEPT, fields)
 
     async def durable(self, *, is_stored: bool) -> None:
         """Wait until all written records are on disk. Raises `InsufficientStorage` if they cannot
@@ -297,12 +299,19 @@ class KeptResponses:
         if self._journal is not None:
             await (self._journal.durable() if is_stored else self._journal.published())
 
-    async def published(self) -> None:
-        """Wait like `durable`, but return at once while records cannot be written."""
-        await self.durable(is_stored=False)
+    async def stored(self, record: StoredResponse) -> None:
+        """Wait until the response is on disk as it is now. Raises `InsufficientStorage` if it
+        cannot be written, unless it was cancelled."""
+        if self._journal is None:
+            return
+        try:
+            await self._journal.stored(record.record_seq)
+        except InsufficientStorage:
+            if not record.is_cancelled:
+                raise
 
     async def writable(self) -> None:
-        """Wait until records can be written."""
+        """Wait until new work is accepted."""
         if self._journal is not None:
             await self._journal.writable()
 
