@@ -50,7 +50,7 @@ from parrot.serve.events import (
 from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.graph import naming_call
 from parrot.serve.graph.nodes import SemanticVariable, VariableState
-from parrot.serve.metrics import Accounts, CoreMetrics, PriceTable
+from parrot.serve.metrics import Accounts, CoreMetrics, EngineTotals, PriceTable
 from parrot.serve.readers import Reads, read_view
 from parrot.serve.sessions import (
     AddCall,
@@ -426,6 +426,10 @@ class ServeCore:
     def prices(self) -> PriceTable | None:
         """The prices of tokens; None: no prices are configured."""
         return self._metrics.prices
+
+    def engine_totals(self) -> dict[str, EngineTotals]:
+        """The tokens and completions so far, by engine name."""
+        return self._metrics.engine_totals()
 
     @property
     def accounts(self) -> Accounts:

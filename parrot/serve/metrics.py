@@ -94,6 +94,31 @@ _NATIVE_HISTOGRAMS: Histograms = {"seconds": ("Native functions that ran.", _SHO
 _REASONS = {CompletionState.CANCELLED: "abort", CompletionState.FAILED: "error"}
 
 
+class EngineTotals(NamedTuple):
+    """Sums over the completions of one engine name."""
+
+    prompt: float  # tokens, including cached ones
+    cached: float
+    generation: float
+    first_tokens: tuple[int, ...]  # completions by time to the first token, see `FIRST_TOKEN_S`
+
+    def plus(self, other: Self, sign: int = 1) -> Self:
+        counts = zip(self.first_tokens, other.first_tokens, strict=True)
+        return type(self)(
+            self.prompt + sign * other.prompt,
+            self.cached + sign * other.cached,
+            self.generation + sign * other.generation,
+            tuple(a + sign * b for a, b in counts),
+        )
+
+    def since(self, before: Self) -> Self:
+        """The difference to earlier totals."""
+        return self.plus(before, -1)
+
+
+NO_TOTALS = EngineTotals(0, 0, 0, (0,) * (len(FIRST_TOKEN_S) + 1))
+
+
 class CoreMetrics:
     """Counts events. Each tenant with a key in the configuration has its own series, and all other
     tenants share one. The most used functions and applications also have their own series."""
@@ -133,6 +158,21 @@ class CoreMetrics:
     def accounts(self) -> "Accounts":
         self._count()
         return self._accounts
+
+    def engine_totals(self) -> dict[str, EngineTotals]:
+        """The totals of each engine name."""
+        self._count()
+        totals: dict[str, EngineTotals] = {}
+        for (name, _), series in self._engines.items():
+            counts = series.counts
+            own = EngineTotals(
+                counts["prompt_tokens", ""],
+                counts["prefix_cache_hits", ""],
+                counts["generation_tokens", ""],
+                series.histograms["time_to_first_token_seconds"].counts,
+            )
+            totals[name] = totals.get(name, NO_TOTALS).plus(own)
+        return totals
 
     def _prefix_broken(self, event: PrefixBroken) -> None:
         self._breaks[(event.reason,)] += 1

@@ -47,6 +47,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
             async with (
                 _watched_keys(core, history, None if audit is None else audit.event),
                 nullcontext() if upstreams is None else upstreams.followed(),
+                nullcontext() if page is None else page.running(),
             ):
                 yield
         finally:
@@ -70,6 +71,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
     history = History(core)
     if journal is not None:
         _restore(core, journal, turns, responses, history)
+    page = Page(core, audit, history) if config.page else None
     app = empty_app(
         config,
         error_form,
@@ -84,7 +86,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         served = [audited(one, audit) if is_operator_endpoint(one) else one for one in served]
     # Routes are tried in order. The vendors' routes receive the most requests.
     served = [*vendor_endpoints(core, turns), *response_endpoints(core, responses), *served]
-    shown = Page(core, audit, history).routes() if config.page else []
+    shown = [] if page is None else page.routes()
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app
 

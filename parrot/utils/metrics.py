@@ -69,6 +69,11 @@ class Histogram:
             counts[bisect_left(bounds, value)] += 1
         self._sum += sum(values)
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of observations in each bucket. The last one is above all bounds."""
+        return tuple(self._counts)
+
     def add(self, other: "Histogram") -> None:
         """Add the observations of another histogram with the same bounds."""
         self._counts = [a + b for a, b in zip(self._counts, other._counts, strict=True)]

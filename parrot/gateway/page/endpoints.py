@@ -1,7 +1,7 @@
 """The page's endpoints: its static files, sign-in, and the feeds that the page draws."""
 
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from parrot.gateway.page.finished import FinishedRun
 from parrot.gateway.page.history import History
 from parrot.gateway.page.prompt import live_prompt, prompt_answer
 from parrot.gateway.page.rows import PageRows
+from parrot.gateway.page.series import RecentSeries
 from parrot.gateway.page.visitors import VISIT_S, Visitor, Visitors
 from parrot.protocol.answers import json_response
 from parrot.protocol.endpoint import (
@@ -45,6 +46,7 @@ from parrot.serve.core import ServeCore
 from parrot.serve.durability import Wait, durable_verb
 from parrot.serve.graph.nodes import Completion
 from parrot.serve.sessions import Session
+from parrot.utils.tasks import TaskSet
 
 _FILES = Path(__file__).parent / "static"
 _HEADERS = {
@@ -86,15 +88,27 @@ class Page:
         self._core = core
         self._history = history
         self._rows = PageRows(core, history.context, history)
+        self._series = RecentSeries(core, history.context.epoch)
         self._feed = Feed(core.clock)
         self._visitors = Visitors(core.config.cluster_token, core.tenants, core.clock)
         self._audit = audit
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Record the series of the service during the block."""
+        tasks = TaskSet()
+        tasks.spawn(self._series.run(), name="series of the page")
+        try:
+            yield
+        finally:
+            await tasks.close()
 
     def routes(self) -> list[BaseRoute]:
         endpoints = [
             self._endpoint("GET", "me", self.me),
             self._endpoint("GET", "overview", taking(Since, self.overview)),
             self._endpoint("GET", "placement", taking(Since, self.placement)),
+            self._endpoint("GET", "series", taking(Since, self.series)),
             self._endpoint("GET", "usage", taking(Since, self.usage)),
             self._endpoint("GET", "events", taking(Since, self.events)),
             self._endpoint("GET", "sessions/{session_id}", taking(Since, self.session)),
@@ -170,6 +184,9 @@ class Page:
 
     def placement(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
         return self._view("placement", self._rows.placement, visitor, since)
+
+    def series(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
+        return self._view("series", self._series.rows, visitor, since)
 
     def usage(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
         return self._view("usage", self._rows.usage, visitor, since)

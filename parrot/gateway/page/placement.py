@@ -36,8 +36,13 @@ def placement_rows(core: ServeCore, visitor: Visitor, context: RowContext) -> Ro
     for leaf in nlargest(_MAX_CONTEXTS, seen, key=_own_tokens):
         for link in leaf.lineage():
             rows[f"context:{link.id}"] = row = _context_row(link, names)
+            is_own = visitor.tenant in (None, link.tenant)
+            if visitor.sees_values and is_own:
+                row["head"] = " ".join(link.head.split())
             if isinstance(link.owner, str):
                 row["owner"] = context.name_of(link.owner)
+            if not is_own:
+                row["owner"] = ""
     return rows
 
 

@@ -75,6 +75,7 @@ class LedgerContext:
     on_host: bool = False  # The KV is in CPU memory and must be copied to the GPU before use.
     function: str = ""  # The function whose call opened the context; empty: unnamed.
     tenant: str = ""  # The tenant whose call opened the context.
+    head: str = ""  # The first characters of the context's own part of the prompt.
 
     def num_on_host(self, length: int) -> int:
         """How many of the context's first `length` tokens are in CPU memory."""

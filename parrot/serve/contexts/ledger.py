@@ -147,6 +147,7 @@ class ContextLedger:
         parent_len: int = 0,
         function: str = "",
         tenant: str = "",
+        head: str = "",
     ) -> LedgerContext:
         """Record a new context. It holds `length` tokens, and `reserved` more may be generated.
 
@@ -155,7 +156,7 @@ class ContextLedger:
         context = LedgerContext(
             self._ids.next(), engine_id, owner, parent, parent_len, length, reserved, now, now
         )
-        context.function, context.tenant = function, tenant
+        context.function, context.tenant, context.head = function, tenant, head
         memory = self._memories[engine_id]
         self.owners.add(context, memory.opened(context))
         if parent is not None:

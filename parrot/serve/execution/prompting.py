@@ -14,6 +14,9 @@ from parrot.serve.execution.run import Attempt, Run
 from parrot.serve.graph.nodes import given_name
 from parrot.serve.prompts.encode import CountedPromptTooLong, Units, join
 
+# Characters of a prompt that are kept with its context, from its first segments.
+_MAX_HEAD, _MAX_HEAD_SEGMENTS = 60, 4
+
 
 def public_len(engine: Engine, prompt: Units) -> int:
     """The length of the prompt's longest public prefix, in units of whole blocks; 0 without one."""
@@ -169,6 +172,10 @@ class _Prompt:
     ) -> LedgerContext:
         """Open a context that forks `parent` and holds the parts up to `stop`, by default all."""
         stop = len(self.parts) if stop is None else stop
+        task, head = self.attempt.task, ""
+        for segment in task.segments[self.covered : min(stop, self.covered + _MAX_HEAD_SEGMENTS)]:
+            first = segment.parts[0] if segment.parts else segment
+            head += first.text[: _MAX_HEAD - len(head)]
         units = join(self.parts[self.covered : stop])
         boundaries = self._boundaries(stop)
         if not units:
@@ -183,8 +190,9 @@ class _Prompt:
             reserved=reserved,
             parent=self.parent,
             parent_len=self.length,
-            function=given_name(self.attempt.task.completion),
-            tenant=self.attempt.task.tenant,
+            function=given_name(task.completion),
+            tenant=task.tenant,
+            head=head,
         )
         self.attempt.opened.append(context)
         self.fills.append(

@@ -28,6 +28,10 @@ async def test_decisions_name_what_was_compared_and_prefixes_where_they_are() ->
         assert 0 < decision["to_compute"] <= decision["prompt_tokens"]
     assert contexts
     assert {row["engine"] for row in contexts} <= {"e0", "e1"}
+    assert {row["head"] for row in contexts} == {"Ask", "same"}
+    blind = rows.placement(Visitor(tenant=None, sees_values=False))
+    assert blind.keys() == everything.keys()
+    assert not any("head" in row for row in blind.values())
     for row in contexts:
         assert row["parent"] is None or f"context:{row['parent']}" in everything
         assert 0 <= row["own_tokens"] <= row["tokens"]
@@ -38,6 +42,7 @@ async def test_decisions_name_what_was_compared_and_prefixes_where_they_are() ->
     theirs = {row["session"] for key, row in seen.items() if key.startswith("decision:")}
     assert theirs == {session.id}
     assert 0 < sum(key.startswith("context:") for key in seen) < len(contexts)
+    assert all("head" in row for key, row in seen.items() if key.startswith("context:"))
     mine.end()
     other.end()
     await world.settle()
