@@ -42,7 +42,7 @@ from parrot.engine.models.families import ARCHITECTURES, spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import num_weights
 from parrot.engine.openai.dialects import DIALECTS
-from parrot.engine.runner.kv_cache import KVLayout
+from parrot.engine.runner.sizes import KvMemory
 from parrot.engine.sim import SimService
 from parrot.gateway.vendors.chat_completions import ChatRequest
 from parrot.gateway.vendors.completions import CompletionRequest
@@ -409,17 +409,24 @@ def architectures_table() -> str:
 
 def shapes_table() -> str:
     """The memory of models in bfloat16, with the heads that the kernels store."""
-    rows = []
+    rows, size = [], 64  # Tokens per block.
     for name, config in KNOWN_SHAPES.items():
         spec = spec_from_config(config, name)
         if spec.attention.head_dim.bit_count() > 1:
             spec = spec.padded() or spec
-        weights, token = 2 * num_weights(spec), KVLayout.of(spec, 1, torch.bfloat16).block_bytes
-        tokens = [int((free * GIB - weights) * 0.9) // token for free in FREE_GIB]
-        cells = [f"{count // 1000:,}k" if count > 0 else "-" for count in tokens]
-        rows.append([name, f"{weights / GIB:.1f} GiB", f"{token / 1024:.0f} KiB", *cells])
+        weights = 2 * num_weights(spec)
+        memory = KvMemory(spec, engine_config.BuiltinConfig(), size, torch.bfloat16)
+        block_bytes = memory.layout.block_bytes
+        blocks = [int((free * GIB - weights) * 0.9) // block_bytes for free in FREE_GIB]
+        all_sizes = [memory.in_memory_of(max(0, count)) for count in blocks]
+        layout = all_sizes[-1].layout
+        parts = [layout.block_bytes / size / 1024, layout.slot_bytes / size / 1024]
+        kib = [f"{part:.0f} KiB" if part else "-" for part in parts]
+        tokens = [sizes.num_blocks * size // 1000 for sizes in all_sizes]
+        cells = [f"{count:,}k" if count else "-" for count in tokens]
+        rows.append([name, f"{weights / GIB:.1f} GiB", *kib, *cells])
     free = [f"tokens in {free} GiB" for free in FREE_GIB]
-    return _plain_table(["model", "weights", "KV per token", *free], rows)
+    return _plain_table(["model", "weights", "KV per token", "KV in windows", *free], rows)
 
 
 def servers_table() -> str:

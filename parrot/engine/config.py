@@ -141,6 +141,12 @@ class BuiltinInstance(ConfigModel):
     num_kv_cache_blocks: PositiveInt | None = Field(
         None, description="Number of KV blocks. null: as many as the free memory allows."
     )
+    num_window_slots: Annotated[int, Field(ge=0)] | None = Field(
+        None,
+        description="Blocks of the layers with sliding windows, which keep KV only inside their "
+        "windows. 0: these layers keep all KV. null: as many as running and kept contexts can "
+        "use, in at most a third of the memory for KV.",
+    )
     host_kv_gb: float | None = Field(
         None,
         ge=0.0,

@@ -8,6 +8,7 @@ bfloat16, all backends get the same bits, and no calibration is necessary.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -46,3 +47,11 @@ class PooledKV:
     @classmethod
     def plain(cls, numbers: torch.Tensor) -> "PooledKV":
         return cls(numbers, None, numbers.dtype)
+
+
+class PooledLayers(NamedTuple):
+    """Layers of a model whose KV is in one pool."""
+
+    layers: tuple[int, ...]  # In the order of the pool.
+    pool: PooledKV
+    in_slots: bool = False  # Their block tables have the window slots of the blocks.

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
-from parrot.engine.attention.quantised import PooledKV, dequantise, quantise
+from parrot.engine.attention.quantised import PooledLayers, dequantise, quantise
 from parrot.engine.attention.tree_attention import (
     ConvertedPages,
     PlanBuffers,
@@ -28,16 +29,25 @@ class TritonPlan:
     # int32 [rows]: each row's row of `tables`. It is negative for padding, whose KV is stored in no
     # context and whose result is undefined.
     table_rows: torch.Tensor
+    slot_tables: torch.Tensor | None = None  # The window slots of `tables`.
+
+
+class _Layer(NamedTuple):
+    """A layer's KV [2, blocks, kv_heads, block_size, ...] and how it is found."""
+
+    numbers: torch.Tensor
+    exponents: torch.Tensor | None
+    in_slots: bool
 
 
 class TritonAttention:
-    """Attention over a pool [layers, 2, blocks, kv_heads, block_size, head_dim].
+    """Attention over pools [layers, 2, blocks, kv_heads, block_size, head_dim] of one shape.
 
-    The last block of the pool belongs to no context. Padding writes to it."""
+    The last block of a pool belongs to no context. Padding writes to it."""
 
     def __init__(
         self,
-        pool: PooledKV,
+        groups: Sequence[PooledLayers],
         num_heads: int,
         max_slots: int,
         *,
@@ -48,22 +58,23 @@ class TritonAttention:
         """`rules`: of each layer; None: `plain_rule`.
 
         `converted`: the buffer of a sibling. Their steps must not run at the same time."""
-        memory, exponents = pool.numbers, pool.exponents
-        _, _, num_blocks, kv_heads, self._block_size, head_dim = memory.shape
-        self.is_quantised = exponents is not None
+        pool = groups[0].pool
+        memory, self._dtype = pool.numbers, pool.dtype
+        *_, kv_heads, self._block_size, head_dim = memory.shape
+        self.is_quantised = pool.exponents is not None
         size = 1 if self.is_quantised else 2
         self.shape = AttentionShape(num_heads, kv_heads, head_dim, self._block_size, size)
-        self._rules = rules or [plain_rule(head_dim)] * len(memory)
-        self._pool = pool
-        self._spare_block = num_blocks - 1
-        self._layers = [(layer[0], layer[1]) for layer in memory]
-        self._exponents = [(None, None)] * len(memory) if exponents is None else exponents
+        self._groups = groups
+        layers = _layers_of(groups)
+        self._layers = [layers[index] for index in range(len(layers))]
+        self._rules = rules or [plain_rule(head_dim)] * len(layers)
         self.device = memory.device
-        self.num_layers = len(memory)
+        self.num_layers = len(layers)
         self._upcast = upcast
         self.converted = converted
-        if converted is None and self.is_quantised:
-            self.converted = ConvertedPages.of(memory, pool.dtype)
+        # Pages are converted once for all layers, but window slots are other pages.
+        if converted is None and self.is_quantised and not any(g.in_slots for g in groups):
+            self.converted = ConvertedPages.of(memory, self._dtype)
         self._kernels = self._make_kernels(max_slots)
 
     @property
@@ -73,15 +84,14 @@ class TritonAttention:
     def split_config(self) -> SplitConfig:
         """The split rules for the device and this pool."""
         num_pages = 0 if self.converted is None else len(self.converted)
-        dtype = self._pool.dtype
-        split = split_for(self.shape, dtype, self.device, converted_pages=num_pages)
+        split = split_for(self.shape, self._dtype, self.device, converted_pages=num_pages)
         has_scales = all(rule == ScoreRule(rule.scale) for rule in self._rules)
         return split if has_scales else replace(split, dense=None)
 
     def sibling(self, max_slots: int) -> "TritonAttention":
         """Attention over the same pool, with its own buffers of partial results."""
         return TritonAttention(
-            self._pool,
+            self._groups,
             self.shape.num_heads,
             max_slots,
             rules=self._rules,
@@ -102,8 +112,15 @@ class TritonAttention:
         )
 
     def view(self, layer: int, plan: TritonPlan) -> KVView:
-        (k, v), (k_exponents, v_exponents) = self._layers[layer], self._exponents[layer]
-        return KVView(k, v, plan.tables, plan.positions, k_exponents, v_exponents)
+        numbers, exponents, _ = self._layers[layer]
+        powers = (None, None) if exponents is None else exponents
+        tables = self._tables(layer, plan)
+        return KVView(numbers[0], numbers[1], tables, plan.positions, powers[0], powers[1])
+
+    def _tables(self, layer: int, plan: TritonPlan) -> torch.Tensor:
+        tables = plan.slot_tables if self._layers[layer].in_slots else plan.tables
+        assert tables is not None, "the plan has no slots"
+        return tables
 
     def attend(
         self,
@@ -132,7 +149,7 @@ class TritonAttention:
         shape = self.shape
         heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         size = (num_tokens, sum(heads), shape.head_dim)
-        qkv = torch.zeros(size, dtype=self._pool.dtype, device=self.device)
+        qkv = torch.zeros(size, dtype=self._dtype, device=self.device)
         q, k, v = torch.split(qkv, heads, dim=1)
         dense_attention(q, k, v, self._rules[0])
 
@@ -140,17 +157,25 @@ class TritonAttention:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: TritonPlan
     ) -> torch.Tensor:
         rows, positions = plan.table_rows.long(), plan.positions.long()
-        blocks = plan.tables[rows.clamp(min=0), positions // self._block_size].long()
-        blocks = torch.where(rows < 0, self._spare_block, blocks)
+        numbers, exponents, _ = self._layers[layer]
+        blocks = self._tables(layer, plan)[rows.clamp(min=0), positions // self._block_size].long()
+        blocks = torch.where(rows < 0, numbers.shape[1] - 1, blocks)
         slots = positions % self._block_size
-        exponents = self._pool.exponents
         if exponents is not None:
             codes, powers = quantise(torch.stack((k, v)))
             k, v = dequantise(codes, powers, k.dtype)
-            for target, power in zip(exponents[layer], powers, strict=True):
+            for target, power in zip(exponents, powers, strict=True):
                 target[blocks, :, slots] = power
-        for target, new in zip(
-            self._layers[layer], (k, v) if exponents is None else codes, strict=True
-        ):
+        for target, new in zip(numbers, (k, v) if exponents is None else codes, strict=True):
             target[blocks, :, slots] = new
         return self.attend(layer, q, NewKV(k, v), plan)
+
+
+def _layers_of(groups: Sequence[PooledLayers]) -> dict[int, _Layer]:
+    """The layers by their number in the model."""
+    found = {}
+    for layers, pool, in_slots in groups:
+        for index, layer in enumerate(layers):
+            exponents = None if pool.exponents is None else pool.exponents[index]
+            found[layer] = _Layer(pool.numbers[index], exponents, in_slots)
+    return found

@@ -103,11 +103,13 @@ class ContextTree:
 
     Without a `hasher`, only forks share KV."""
 
+    has_windows = False  # Whether the tree is a `WindowedTree`.
+    max_chunk = 1 << 30  # Most tokens of a context in a step.
+
     def __init__(self, pool: BlockPool, hasher: BlockHasher | None = None) -> None:
         self.pool = pool
         self.shares = pool.shares
         self.block_size = pool.block_size
-        self.max_chunk: int | None = None  # Most tokens of a context in a step; None: no limit.
         self.pending_forks: dict[Context, None] = {}  # In order of creation.
         self._hasher = hasher
         self._contexts: dict[int, Context] = {}
@@ -181,7 +183,9 @@ class ContextTree:
             return 0
         first = context.num_computed // self.block_size
         num_full = len(context.token_ids) // self.block_size
-        found = self._adoptable(context, self.pool.find_run(context.keys[first:num_full]))
+        found = self.pool.find_run(context.keys[first:num_full])
+        if self.has_windows:
+            found = self._adoptable(context, found)
         if not found:
             return 0
         before = context.num_computed
@@ -243,20 +247,19 @@ class ContextTree:
         return (len(context.block_ids) + self.pool.num_free) * self.block_size
 
     def settle(self, context: Context) -> None:
-        """Before a job is admitted, drop KV after which the context cannot continue."""
+        """See `WindowedTree`, also for the following methods."""
 
     def leave(self, context: Context) -> None:
-        """After its job has ended or was preempted, release what a running context holds."""
+        pass
 
     def advance(self, context: Context) -> None:
-        """After a step, release what the context no longer needs."""
+        pass
 
     def take_slot_changes(self) -> tuple[tuple[int, int], ...]:
-        """See `StepPlan.slot_changes`."""
         return ()
 
     def resend_slots(self) -> None:
-        """The runner may not have received the last changes of slots."""
+        pass
 
     def reserve(
         self, context: Context, end: int, step_end: int | None = None
@@ -335,7 +338,8 @@ class ContextTree:
         self._cut(context, context.owned_from)
 
     def _cut(self, context: Context, num_blocks: int) -> None:
-        self.leave(context)
+        if context.window:
+            self.leave(context)
         self.pool.release(context.block_ids[num_blocks:])
         del context.block_ids[num_blocks:]
         context.num_computed = min(context.num_computed, num_blocks * self.block_size)
@@ -351,7 +355,8 @@ class ContextTree:
         self.publish(context)
         if self.pool.watcher is not None:
             self.pool.watcher.on_abandoned(context.keys[len(context.block_ids) :])
-        self.leave(context)
+        if context.window:
+            self.leave(context)
         self.pool.release(context.block_ids)
         context.block_ids = []
         context.num_computed = 0

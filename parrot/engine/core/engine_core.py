@@ -285,6 +285,8 @@ class EngineCore:
     def _record_kv(self, step: Step, broken: Mapping[int, ParrotError]) -> None:
         """Record the KV that a step computes. All later steps may read it."""
         began = max(step.planned_at, self._last_step_ended)
+        if broken:
+            self._tree.resend_slots()
         for job, sequence in zip(step.jobs, step.plan.sequences, strict=True):
             if job.has_ended:
                 continue  # The job ended before the step, or with another job of its request.
@@ -300,7 +302,8 @@ class EngineCore:
             context.num_computed = sequence.start + num_known
             if num_known > 1:
                 self._tree.publish(context)  # Generated blocks are published by `finish`.
-            self._tree.advance(context)
+            if context.window:
+                self._tree.advance(context)
             if (reading := job.reading) is not None:
                 reading.num_scheduled = max(reading.num_scheduled, sequence.end)
             if sequence.sample is not None or (reading is not None and not context.num_missing):

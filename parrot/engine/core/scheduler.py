@@ -215,8 +215,8 @@ class LocalScheduler:
         budgets: NoBudgets | TenantBudgets = NO_BUDGETS,
     ) -> None:
         self._limits = limits = config.scheduler
-        max_chunk = config.fill_chunk_size or limits.max_num_batched_tokens
-        self._max_chunk = min(max_chunk, tree.max_chunk or max_chunk)
+        chunk = config.fill_chunk_size or limits.max_num_batched_tokens
+        self._max_chunk = min(chunk, tree.max_chunk)
         self._tree = tree
         self._policy = POLICIES[limits.policy]
         self.decoding, self._prefilling, self._background = JobQueue(), JobQueue(), JobQueue()
@@ -291,7 +291,8 @@ class LocalScheduler:
         del self._jobs_by_context[job.context]
         self.num_jobs -= 1
         self._budgets.remove(job)
-        self._tree.leave(job.context)
+        if job.context.window:
+            self._tree.leave(job.context)
         job.is_admitted = job.is_decoding = False
 
     def mark_decoding(self, job: Job) -> None:
@@ -334,7 +335,8 @@ class LocalScheduler:
             self.decoding.remove(job)
             job.is_decoding = False
             self._prefilling.add(job)
-        self._tree.leave(job.context)
+        if job.context.window:
+            self._tree.leave(job.context)
         job.is_admitted = False
 
     def record_steps(self, step: Step, step_seconds: Sequence[float]) -> None:
@@ -437,7 +439,8 @@ class LocalScheduler:
 
         The next block may be loading from CPU memory, or an earlier job of this step computes it.
         In the second case it is published after the step."""
-        self._tree.settle(job.context)
+        if self._tree.has_windows:
+            self._tree.settle(job.context)
         job.adopt(self._tree)
         if self._tree.next_key(job.context) in self._keys_in_step:
             return True
@@ -579,8 +582,9 @@ class LocalScheduler:
             sequences.append(job.sequence(scheduled.num_tokens, scheduled.drafts, size))
             copies += scheduled.copies
             num_drafts += len(scheduled.drafts)
+        changes = self._tree.take_slot_changes() if self._tree.has_windows else ()
         return Step(
-            StepPlan(tuple(sequences), tuple(copies), self._tree.take_slot_changes()),
+            StepPlan(tuple(sequences), tuple(copies), changes),
             tuple(self._scheduled),
             self._num_decodes,
             num_fill_tokens,

@@ -27,6 +27,8 @@ _NOTHING = range(0)
 class WindowedTree(ContextTree):
     """The contexts of a model with windows of `window` tokens, and the slots of their blocks."""
 
+    has_windows = True
+
     def __init__(
         self, pool: BlockPool, hasher: BlockHasher | None, num_slots: int, window: int
     ) -> None:
@@ -52,8 +54,7 @@ class WindowedTree(ContextTree):
         return end
 
     def settle(self, context: Context) -> None:
-        if context.window:
-            return
+        """Before a job is admitted, drop KV after which its context cannot continue."""
         end = self.pool.blocks_for(context.num_computed)
         if all(map(self.slots.has, context.block_ids[self._first_read(context) : end])):
             return
@@ -137,9 +138,10 @@ class WindowedTree(ContextTree):
         return range(window.start, after)
 
     def advance(self, context: Context) -> None:
+        """After a step, release the slots that no later token of the context reads."""
         window = context.window
         first = context.num_computed // self.block_size - self._span
-        if first <= window.start or not window:
+        if first <= window.start:
             return
         first = min(first, window.stop)
         for index in range(window.start, first):
@@ -151,9 +153,8 @@ class WindowedTree(ContextTree):
         context.window = range(first, window.stop)
 
     def leave(self, context: Context) -> None:
+        """Release all slots of a context whose job has ended or is preempted."""
         window, blocks = context.window, context.block_ids
-        if not window:
-            return
         context.window = _NOTHING
         self.slots.release(blocks[window.start : window.stop], keep=True)
         not_computed = max(self.pool.blocks_for(context.num_computed), context.owned_from)
@@ -161,9 +162,11 @@ class WindowedTree(ContextTree):
             self.slots.detach(block)
 
     def take_slot_changes(self) -> tuple[tuple[int, int], ...]:
+        """See `StepPlan.slot_changes`."""
         return self.slots.take_changes()
 
     def resend_slots(self) -> None:
+        """The runner may not have received the last changes."""
         self.slots.resend()
 
     def check_integrity(

@@ -96,6 +96,15 @@ def window_begin(row_start, kv_first, BN: tl.constexpr):
 
 
 @triton.jit
+def in_span(keys, begin, end, PAGE: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """Which keys of a tile are before `end` and, if tiles span pages, not before `begin`."""
+    inside = keys < end
+    if WINDOW > 0 and PAGE % BN != 0:
+        inside = inside & (keys >= begin)
+    return inside
+
+
+@triton.jit
 def capped(scores, SOFTCAP: tl.constexpr):
     """SOFTCAP * tanh(scores / SOFTCAP)."""
     # 2.885 = 2 / ln(2), so that 2 ** (2.885 * x) is e ** (2 * x).
@@ -202,6 +211,7 @@ def _load_keys(
     cache,
     pages,
     first,
+    begin,
     end,
     offs_n,
     offs_d,
@@ -210,9 +220,13 @@ def _load_keys(
     PAGE: tl.constexpr,
     BN: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A tile [BN, D] of one KV head's keys or values. With MASKED, keys from `end` on are 0."""
+    """A tile [BN, D] of one KV head's keys or values. With MASKED, keys from `end` on are 0.
+
+    With WINDOW, keys in other pages than `begin` and before it are 0: other contexts may have
+    written NaN to these pages."""
     if PAGE % BN == 0:
         base = cache + pages.to(tl.int64) * stride_page + (first % PAGE) * STRIDE_TOKEN
         pointers = base + offs_n[:, None] * STRIDE_TOKEN + offs_d[None, :]
@@ -221,7 +235,8 @@ def _load_keys(
         key_offset = pages.to(tl.int64) * stride_page + in_page * STRIDE_TOKEN
         pointers = cache + key_offset[:, None] + offs_d[None, :]
     if MASKED:
-        tile = tl.load(pointers, mask=(first + offs_n)[:, None] < end, other=0.0)
+        inside = in_span(first + offs_n, begin, end, PAGE, BN, WINDOW)
+        tile = tl.load(pointers, mask=inside[:, None], other=0.0)
     else:
         tile = tl.load(pointers)
     if UPCAST:
@@ -289,8 +304,10 @@ def attend_items(
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     row_start = row_end
+    begin = kv_first
     if WINDOW > 0:
         row_start = window_starts(positions, token, live, WINDOW)
+        begin = tl.min(row_start, 0)
         kv_first = window_begin(row_start, kv_first, BN)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
     if DEPENDENT:
@@ -308,10 +325,10 @@ def attend_items(
         whole = kv_first + tl.maximum(shortest - kv_first, 0) // BN * BN
         for first in tl.range(kv_first, whole, BN, num_stages=STAGES):
             next_pages = page_ids(table, first + BN, offs_n, PAGE, BN)
-            k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
-                           PAGE, BN, False, UPCAST)  # fmt: skip
-            v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
-                           PAGE, BN, False, UPCAST)  # fmt: skip
+            k = _load_keys(keys, pages, first, begin, end, offs_n, offs_d, stride_page,
+                           STRIDE_TOKEN, PAGE, BN, False, WINDOW, UPCAST)  # fmt: skip
+            v = _load_keys(values, pages, first, begin, end, offs_n, offs_d, stride_page,
+                           STRIDE_TOKEN, PAGE, BN, False, WINDOW, UPCAST)  # fmt: skip
             acc, maximum, total = attend(
                 q, k, v, acc, maximum, total, first, row_start, row_end, offs_n, scale_log2,
                 False, WINDOW, SOFTCAP,
@@ -319,10 +336,10 @@ def attend_items(
             pages = next_pages
     for first in tl.range(whole, end, BN, num_stages=STAGES):
         next_pages = page_ids(table, first + BN, offs_n, PAGE, BN)
-        k = _load_keys(keys, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
-                       PAGE, BN, True, UPCAST)  # fmt: skip
-        v = _load_keys(values, pages, first, end, offs_n, offs_d, stride_page, STRIDE_TOKEN,
-                       PAGE, BN, True, UPCAST)  # fmt: skip
+        k = _load_keys(keys, pages, first, begin, end, offs_n, offs_d, stride_page,
+                       STRIDE_TOKEN, PAGE, BN, True, WINDOW, UPCAST)  # fmt: skip
+        v = _load_keys(values, pages, first, begin, end, offs_n, offs_d, stride_page,
+                       STRIDE_TOKEN, PAGE, BN, True, WINDOW, UPCAST)  # fmt: skip
         acc, maximum, total = attend(
             q, k, v, acc, maximum, total, first, row_start, row_end, offs_n, scale_log2,
             True, WINDOW, SOFTCAP,

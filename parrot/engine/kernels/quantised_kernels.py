@@ -16,6 +16,7 @@ from parrot.engine.kernels.attention_kernels import (
     NO_MAXIMUM,
     capped,
     hide,
+    in_span,
     item_rows,
     load_item,
     load_rows,
@@ -259,8 +260,10 @@ def attend_quantised_items(
     end = tl.minimum(kv_end, position + q_count)
     slot = row_slots(slot_of, slot_first, member, live, q_count)
     row_start = row_end
+    begin = kv_first
     if WINDOW > 0:
         row_start = window_starts(positions, token, live, WINDOW)
+        begin = tl.min(row_start, 0)
         kv_first = window_begin(row_start, kv_first, BN)
     pages = page_ids(table, kv_first, offs_n, PAGE, BN)
     next_pages = _next_pages(table, kv_first + BN, end, offs_n, PAGE, BN)
@@ -281,10 +284,10 @@ def attend_quantised_items(
     total = tl.zeros([BM, BN], dtype=tl.float32)
     for first in tl.range(kv_first, end, BN, num_stages=STAGES):
         k_pairs = tl.load(_pairs_at(k_ptr, rows, offs_n, pair, D, PAGE, BN))
-        # Values after the end may be NaN, and NaN times a weight of 0 is NaN.
+        # Values outside of the span may be NaN, and NaN times a weight of 0 is NaN.
         v_pairs = tl.load(
             _pairs_at(v_ptr, rows, offs_n, pair, D, PAGE, BN),
-            mask=(first + offs_n)[:, None] < end,
+            mask=in_span(first + offs_n, begin, end, PAGE, BN, WINDOW)[:, None],
             other=0,
         )
         k_even, k_odd = numbers_of_pairs(k_pairs, IN_FLOAT32)

@@ -149,6 +149,8 @@ class LayerGroup(NamedTuple):
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
+    # The layers keep KV only inside their windows (`runner.kv_cache`).
+    in_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +185,22 @@ class DecoderSpec:
         """The attention of the first layer. In most models, all layers have its heads."""
         return self.layers[0].attention
 
-    @property
-    def layer_groups(self) -> tuple[LayerGroup, ...]:
-        shapes = [(x.attention.num_kv_heads, x.attention.head_dim) for x in self.layers]
+    def layer_groups(self, *, with_slots: bool = False) -> tuple[LayerGroup, ...]:
+        """`with_slots`: layers with windows keep KV only inside their windows."""
+        shapes = [
+            (x.num_kv_heads, x.head_dim, with_slots and x.window is not None)
+            for x in (layer.attention for layer in self.layers)
+        ]
         return tuple(
             LayerGroup(tuple(i for i, other in enumerate(shapes) if other == shape), *shape)
             for shape in dict.fromkeys(shapes)
         )
+
+    @property
+    def window(self) -> int | None:
+        """The size of the largest window; None without windows."""
+        windows = [x.attention.window for x in self.layers if x.attention.window is not None]
+        return max(windows, default=None)
 
     @property
     def rules(self) -> list[ScoreRule]:

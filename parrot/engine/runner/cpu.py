@@ -32,6 +32,7 @@ from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results, sample
+from parrot.engine.runner.windows import SlotTable
 
 # A step belongs to the first kind whose number of rows is not smaller. Only steps of one kind are
 # compared with each other.
@@ -210,6 +211,7 @@ class CpuOptions:
     gate: GateConfig | None = None  # None: never read a shared prefix once for several sequences.
     quantised: bool = False  # Store KV in e4m3.
     num_host_blocks: int = 0  # Blocks in the host tier.
+    num_slots: int = 0  # Window slots; 0: blocks have the KV of all layers.
     max_threads: int | None = None  # Limit for a `ThreadPolicy`; None: a fixed number of threads.
 
 
@@ -230,9 +232,17 @@ class ModelRunner:
         the layers with torch's operators."""
         options = options or CpuOptions()
         spec = model.spec
-        layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
+        num_slots = options.num_slots
+        layout = KVLayout.of(
+            spec,
+            block_size,
+            model.dtype,
+            quantised=options.quantised,
+            with_slots=num_slots > 0,
+        )
         self._model = model
-        self._cache = KVCache(layout, num_blocks, model.device)
+        self._cache = KVCache(layout, num_blocks, model.device, num_slots=num_slots)
+        self._slots = SlotTable(num_blocks) if num_slots else None
         copies = self._cache.host_copies(options.num_host_blocks)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         self._info = runner_info(
@@ -242,6 +252,7 @@ class ModelRunner:
             options.max_seq_len,
             options.num_host_blocks,
             draft_sizes=_DRAFT_SIZES,
+            num_slots=num_slots,
         )
         self._attention = _attention(self._cache, spec)
         max_blocks = -(-self._info.max_seq_len // block_size)
@@ -275,7 +286,8 @@ class ModelRunner:
         inputs = self._inputs.build(plan)
         work = self.planner.plan(inputs.versions, inputs.step) if inputs.num_tokens else None
         needs_all = self._unit is None or needs_logits(inputs.samples)
-        step = RankStep(plan.copies, inputs, work, StepReads.of(plan.sequences), needs_all)
+        reads, changes = StepReads.of(plan.sequences), plan.slot_changes
+        step = RankStep(plan.copies, inputs, work, reads, needs_all, slot_changes=changes)
         if self._threads is None or work is None:
             return self._sampled(step)
         with self._threads.step(inputs.num_tokens):
@@ -305,14 +317,19 @@ class ModelRunner:
 
         Returns float32 logits [sampled rows, vocab] if the step needs logits, else the tokens of
         the largest logits [sampled rows]. None without sampled rows."""
-        inputs, reads = step.inputs, step.reads
-        self._cache.prepare(step.copies, inputs.step.fresh_pages(self._info.block_size))
+        inputs, reads, size = step.inputs, step.reads, self._info.block_size
+        slots = None
+        if self._slots is not None:
+            self._slots.update(step.slot_changes)
+            slots = self._slots.of(inputs.step)
+        fresh_slots = None if slots is None else slots.fresh_pages(size)
+        self._cache.prepare(step.copies, inputs.step.fresh_pages(size), fresh_slots)
         if step.work is None:
             return None
         asked = [row for row, spec in enumerate(inputs.samples) if spec is not None]
         logit_rows = self._tensor(inputs.logit_rows[asked])
         needs_all = reads is not None or len(asked) == inputs.num_tokens
-        hidden = self._forward(inputs, step.work, None if needs_all else logit_rows)
+        hidden = self._forward(inputs, slots, step.work, None if needs_all else logit_rows)
         if reads is not None:
             reads.take(self._model.final(hidden), self._model.head)
             hidden = hidden.index_select(0, logit_rows)
@@ -321,14 +338,23 @@ class ModelRunner:
         return self._model.logits(hidden) if step.needs_logits else self._model.best(hidden)
 
     def _forward(
-        self, inputs: StepInputs, work: WorkList, rows: torch.Tensor | None
+        self,
+        inputs: StepInputs,
+        slots: StepRows | None,
+        work: WorkList,
+        rows: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The last layer's output for `rows`, or for all rows if None."""
+        """The last layer's output for `rows`, or for all rows if None.
+
+        `slots`: the step with tables of window slots, if layers have them."""
         token_ids = self._tensor(inputs.token_ids)
         if self._layers is not None:
             return self._layers.forward(token_ids, inputs.positions, inputs.step, work, rows)
         attention = self._attention
-        attend = partial(attention.run, plan=attention.plan(work, inputs.step))  # type: ignore[arg-type]
+        if isinstance(attention, GroupedAttention):
+            attend = partial(attention.run, plan=attention.plan(work, inputs.step, slots))
+        else:
+            attend = partial(attention.run, plan=attention.plan(work, inputs.step))
         return self._model.forward(token_ids, self._tensor(inputs.positions), attend, rows)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -344,13 +370,15 @@ class ModelRunner:
 
 
 def _attention(cache: KVCache, spec: DecoderSpec) -> TorchAttention | GroupedAttention:
-    groups, pools = cache.layout.groups, cache.pooled_groups()
+    groups = cache.pooled_layers()
     parts = [
         TorchAttention(
             pool,
             spec.layers[layers[0]].attention.num_heads,
             [spec.rules[layer] for layer in layers],
         )
-        for pool, (layers, _, _) in zip(pools, groups, strict=True)
+        for layers, pool, _ in groups
     ]
-    return parts[0] if len(parts) == 1 else GroupedAttention(parts, [x.layers for x in groups])
+    if len(parts) == 1 and not groups[0].in_slots:
+        return parts[0]
+    return GroupedAttention(parts, groups)

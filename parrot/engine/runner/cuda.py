@@ -55,6 +55,7 @@ class CudaOptions:
     upcast: bool = False  # Compute attention in float32.
     quantised: bool = False  # Store KV in e4m3.
     num_host_blocks: int = 0  # Blocks in the host tier.
+    num_slots: int = 0  # Window slots; 0: blocks have the KV of all layers.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +123,13 @@ class CudaRunner:
         """`unit`: the other ranks, on rank 0 of several."""
         options = options or CudaOptions()
         spec, device = model.spec, model.device
-        layout = KVLayout.of(spec, block_size, model.dtype, quantised=options.quantised)
-        # The last block belongs to no context. Padding and warm-up write to it.
-        self._cache = KVCache(layout, num_blocks + 1, device, paged=True)
+        num_slots = options.num_slots
+        layout = KVLayout.of(
+            spec, block_size, model.dtype, quantised=options.quantised, with_slots=num_slots > 0
+        )
+        # The last block and the last slot belong to no context. Padding and warm-up write to them.
+        more = num_slots and num_slots + 1
+        self._cache = KVCache(layout, num_blocks + 1, device, paged=True, num_slots=more)
         copies = self._cache.host_copies(options.num_host_blocks)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         layer_weights = num_layer_weights(spec)
@@ -136,6 +141,7 @@ class CudaRunner:
             options.max_seq_len,
             options.num_host_blocks,
             draft_sizes=[size.rows for size in mixed if size.rows <= options.max_rows],
+            num_slots=num_slots,
         )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
@@ -144,7 +150,7 @@ class CudaRunner:
         self._inputs = InputBuilder(max_rows, -(-max_seq_len // block_size), block_size)
         self._draws = DrawBuilder(max_rows)
         self._attention = WatchedAttention(
-            self._cache.pooled,
+            self._cache.pooled_layers(),
             spec.attention.num_heads,
             1,
             rules=spec.rules,
@@ -159,6 +165,7 @@ class CudaRunner:
             SyntheticPlans(shape, options.gate, split, options.max_tokens, max_seq_len),
             (max_rows, self._inputs.width),
             options.max_tokens,
+            self._cache.num_blocks if num_slots else 0,
         )
         if options.use_graphs:
             sizes = [*(StepSize(rows) for rows in bucket_list(options.max_rows)), *mixed]
@@ -219,15 +226,17 @@ class CudaRunner:
                 if self._copies is not None:
                     self._copies.guard(plan)
                 inputs = self._inputs.build(plan)
-                self._send(RankStep(plan.copies, inputs, None, None, needs_logits=False))
+                changes = plan.slot_changes
+                self._send(RankStep(plan.copies, inputs, None, None, False, slot_changes=changes))
                 self._cache.prepare(plan.copies)
+                self.computer.change_slots(changes)
                 return StepResult({}, {})
         except torch.OutOfMemoryError:
-            self._inputs.forget()
+            self._forget()
             torch.cuda.empty_cache()
             raise OutOfMemory("the device has not enough memory for this step") from None
         except BaseException:
-            self._inputs.forget()
+            self._forget()
             raise
 
     @torch.inference_mode()
@@ -238,14 +247,14 @@ class CudaRunner:
             with detect_device_loss(self._device), together(self._unit):
                 return self._launch(plan, previous)
         except BaseException:
-            self._inputs.forget()
+            self._forget()
             raise
 
     def _launch(self, plan: StepPlan, previous: LaunchedStep | None) -> Launched:
         # Wait until the previous step is launched. If the launch failed, the block table in GPU
         # memory may be stale.
         if self._launching.exception() is not None:
-            self._inputs.forget()
+            self._forget()
         if self._copies is not None:
             self._copies.guard(plan)
         self._cache.prepare(plan.copies)
@@ -262,11 +271,17 @@ class CudaRunner:
         landed = previous.landed if isinstance(previous, Launched) else dict
         draws, reads = self._draws.build(inputs, landed), StepReads.of(plan.sequences)
         needs_all = self._unit is None or needs_logits(inputs.samples)
-        step = PlannedStep(inputs, draws, work, sources, reads, needs_all)
-        self._send(RankStep(plan.copies, inputs, work, reads, needs_all))
+        changes = plan.slot_changes
+        step = PlannedStep(inputs, draws, work, sources, reads, needs_all, changes)
+        self._send(RankStep(plan.copies, inputs, work, reads, needs_all, slot_changes=changes))
         self._launching = self.computer.launch(step, landing)
         launched = (self._launching, landing, due, self._device)
         return Launched(inputs, draws.scored, *launched, reads, self._unit)
+
+    def _forget(self) -> None:
+        """Send all tables again, because they may be stale in GPU memory after an error."""
+        self._inputs.forget()
+        self.computer.forget_slots()
 
     def _send(self, step: RankStep) -> None:
         if self._unit is not None:
@@ -278,6 +293,8 @@ class CudaRunner:
         if self._copies is not None:
             self._copies.follow(step.transfers)
         self._cache.prepare(step.copies)
-        if step.work is not None:
-            planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
-            self.computer.compute(PlannedStep(*planned))
+        if step.work is None:
+            self.computer.change_slots(step.slot_changes)
+            return
+        planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
+        self.computer.compute(PlannedStep(*planned, step.slot_changes))

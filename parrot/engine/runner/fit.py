@@ -8,7 +8,7 @@ from parrot.engine.config import BuiltinInstance
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.models.tensors import num_weights
 from parrot.engine.runner.host.copies import available_memory
-from parrot.engine.runner.kv_cache import KVLayout
+from parrot.engine.runner.sizes import KvSizes
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -19,13 +19,14 @@ _GIB = 1 << 30
 def require_fit(
     source: str,
     spec: DecoderSpec,
-    layout: KVLayout,
+    sizes: KvSizes,
     instance: BuiltinInstance,
     device: torch.device,
 ) -> None:
     """Raise `ConfigError` if the weights and the KV of a rank exceed the free memory.
 
-    `spec` and `layout` are those of one rank."""
+    `spec` and `sizes` are those of one rank."""
+    layout = sizes.layout
     is_cuda = device.type == "cuda"
     if is_cuda:
         free, total = torch.cuda.mem_get_info(device)
@@ -40,15 +41,23 @@ def require_fit(
             f"{source} does not fit: {takes}, and {where}; use a smaller model, or divide it with "
             "`instance.tensor_parallel`"
         )
-    num_blocks = instance.num_kv_cache_blocks or 1
-    blocks = num_blocks * layout.block_bytes
     # Pools in CPU memory take memory only for blocks that are written.
-    if is_cuda and weights + blocks > free:
-        most = (free - weights) // layout.block_bytes
+    if is_cuda and weights + sizes.num_bytes > free:
+        most = (free - weights) * sizes.num_blocks // sizes.num_bytes
         raise ConfigError(
-            f"{source} does not fit: {takes}, {num_blocks} KV blocks of {layout.block_size} tokens "
-            f"take {blocks / _GIB:.1f} GiB, and {where}; set `instance.num_kv_cache_blocks` to at "
-            f"most {most}, or use a smaller model"
+            f"{source} does not fit: {takes}, {sizes.num_blocks} KV blocks of {layout.block_size} "
+            f"tokens take {sizes.num_bytes / _GIB:.1f} GiB, and {where}; set "
+            f"`instance.num_kv_cache_blocks` to at most {most}, or use a smaller model"
         )
-    token_bytes = layout.block_bytes / layout.block_size
-    logger.info("%s: %s, KV %.1f KiB per token; %s", source, takes, token_bytes / 1024, where)
+    token_kib = layout.block_bytes / layout.block_size / 1024
+    logger.info(
+        "%s: %s, KV %.1f KiB per token%s; %s", source, takes, token_kib, _inside(sizes), where
+    )
+
+
+def _inside(sizes: KvSizes) -> str:
+    """A remark about the KV inside of windows; empty without window slots."""
+    layout = sizes.layout
+    if not sizes.num_slots:
+        return ""
+    return f", and {layout.slot_bytes / layout.block_size / 1024:.1f} KiB inside of windows"

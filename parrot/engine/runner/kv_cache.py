@@ -3,6 +3,9 @@
     pool [layers, 2 (k, v), kv_heads, blocks, block_size, head_dim]
     exponents [layers, 2, kv_heads, blocks, block_size], if it is quantised (`attention.quantised`)
 
+The pools of layers with windows may have slots instead of blocks (`core.window_pool`). A slot has
+the KV of one block in these layers. There are fewer slots than blocks.
+
 - **Plain layout.** The blocks of one head are contiguous. A CPU uses a span of adjacent blocks in
   place, and gathers other spans in long pieces. Unwritten positions are zero, because CPU
   attention adds masked positions with weight 0, and 0 * NaN of an earlier owner would be NaN.
@@ -19,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from parrot.engine.attention.context_tree import IntArray
-from parrot.engine.attention.quantised import PooledKV
-from parrot.engine.core.steps import BlockCopy, RunnerInfo
+from parrot.engine.attention.quantised import PooledKV, PooledLayers
+from parrot.engine.core.steps import BlockCopy, RunnerInfo, WindowInfo
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.spec import DecoderSpec, LayerGroup
 from parrot.engine.runner.device import device_name
@@ -34,7 +37,7 @@ _DEVICE_SHARE_OF_FREE = 0.9  # The default pool takes this share of the free GPU
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The shapes and the type of a model's KV. A block has the KV of all groups of layers."""
+    """The shapes and the type of a model's KV. A block has the KV of all groups without slots."""
 
     groups: tuple[LayerGroup, ...]
     block_size: int  # Tokens per block.
@@ -43,9 +46,16 @@ class KVLayout:
 
     @classmethod
     def of(
-        cls, spec: DecoderSpec, block_size: int, dtype: torch.dtype, *, quantised: bool = False
+        cls,
+        spec: DecoderSpec,
+        block_size: int,
+        dtype: torch.dtype,
+        *,
+        quantised: bool = False,
+        with_slots: bool = False,
     ) -> "KVLayout":
-        return cls(spec.layer_groups, block_size, dtype, quantised)
+        """`with_slots`: layers with windows have slots."""
+        return cls(spec.layer_groups(with_slots=with_slots), block_size, dtype, quantised)
 
     @property
     def dtype_name(self) -> str:
@@ -53,12 +63,19 @@ class KVLayout:
 
     @property
     def block_bytes(self) -> int:
+        """The size of a block. It is 0 if all layers have slots."""
+        return sum(self._bytes_of(group) for group in self.groups if not group.in_slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a window slot. It is 0 if no layer has slots."""
+        return sum(self._bytes_of(group) for group in self.groups if group.in_slots)
+
+    def _bytes_of(self, group: LayerGroup) -> int:
         size = 1 if self.quantised else self.dtype.itemsize
         exponent = 1 if self.quantised else 0
-        return sum(
-            len(layers) * 2 * num_kv_heads * self.block_size * (head_dim * size + exponent)
-            for layers, num_kv_heads, head_dim in self.groups
-        )
+        token_bytes = 2 * group.num_kv_heads * (group.head_dim * size + exponent)
+        return len(group.layers) * self.block_size * token_bytes
 
 
 def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int = 1) -> int:
@@ -73,13 +90,20 @@ def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int
 
 
 class KVCache:
-    """Owns the memory of the pool. The engine core decides which context uses which block."""
+    """Owns the memory of the pools. The engine core decides which context uses which block."""
 
     def __init__(
-        self, layout: KVLayout, num_blocks: int, device: torch.device, *, paged: bool = False
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        device: torch.device,
+        *,
+        paged: bool = False,
+        num_slots: int = 0,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.num_slots = num_slots
         self._device = device
         self._paged = paged
         dtype = torch.uint8 if layout.quantised else layout.dtype
@@ -92,11 +116,21 @@ class KVCache:
             self.exponents = [
                 self._allocate(group, (size,), torch.uint8) for group in layout.groups
             ]
+        # Tensors [layers, 2, kv_heads, blocks, block_size, ...]. Block b is `t[:, :, :, b]`.
+        # In the paged layout `t[l, i, :, b]` is contiguous.
+        self.block_tensors = self._tensors(in_slots=False)
+        # Likewise, of the layers with slots. Slot s is `t[:, :, :, s]`.
+        self.slot_tensors = self._tensors(in_slots=True)
+
+    def _tensors(self, *, in_slots: bool) -> tuple[torch.Tensor, ...]:
+        groups = self.layout.groups
+        tensors = zip((*groups, *groups), (*self.pools, *self.exponents), strict=False)
+        return tuple(tensor for group, tensor in tensors if group.in_slots == in_slots)
 
     def _allocate(
         self, group: LayerGroup, block: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor:
-        middle = (group.num_kv_heads, self.num_blocks)
+        middle = (group.num_kv_heads, self.num_slots if group.in_slots else self.num_blocks)
         shape = (len(group.layers), 2, *(reversed(middle) if self._paged else middle), *block)
         memory = _zeros(shape, dtype, self._device)
         return memory.transpose(2, 3) if self._paged else memory
@@ -104,25 +138,21 @@ class KVCache:
     @property
     def pooled(self) -> PooledKV:
         """The pool of the only group for attention, with dimensions in memory order."""
-        [pool] = self.pooled_groups()
-        return pool
+        [group] = self.pooled_layers()
+        return group.pool
 
-    def pooled_groups(self) -> list[PooledKV]:
+    def pooled_layers(self) -> list[PooledLayers]:
         """`pooled` of each group of layers."""
         numbers = map(self._in_order, self.pools)
         exponents = map(self._in_order, self.exponents)
         dtype = self.layout.dtype
-        return [PooledKV(pool, next(exponents, None), dtype) for pool in numbers]
+        return [
+            PooledLayers(group.layers, PooledKV(pool, next(exponents, None), dtype), group.in_slots)
+            for group, pool in zip(self.layout.groups, numbers, strict=True)
+        ]
 
     def _in_order(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.transpose(2, 3) if self._paged else memory
-
-    @property
-    def block_tensors(self) -> tuple[torch.Tensor, ...]:
-        """Tensors [layers, 2, kv_heads, blocks, block_size, ...]. Block b is `t[:, :, :, b]`.
-
-        In the paged layout `t[l, i, :, b]` is contiguous."""
-        return (*self.pools, *self.exponents)
 
     def host_copies(self, num_slots: int) -> HostCopies | None:
         """Make a host tier with `num_slots` slots; None for 0 slots."""
@@ -136,20 +166,37 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
+        return self.num_blocks * self.layout.block_bytes + self.num_slots * self.layout.slot_bytes
 
-    def prepare(self, copies: Sequence[BlockCopy], fresh_blocks: IntArray | None = None) -> None:
-        """Run the block copies of a step in order and clear `fresh_blocks`."""
+    def prepare(
+        self,
+        copies: Sequence[BlockCopy],
+        fresh_blocks: IntArray | None = None,
+        fresh_slots: IntArray | None = None,
+    ) -> None:
+        """Run the block copies of a step in order, and clear `fresh_blocks` and `fresh_slots`."""
         for copy in copies:
             for tensor in self.block_tensors:
-                source, target = tensor[:, :, :, copy.source], tensor[:, :, :, copy.target]
-                target[:, :, :, : copy.num_tokens] = source[:, :, :, : copy.num_tokens]
-                if not self._paged:
-                    target[:, :, :, copy.num_tokens :] = 0
-        if not self._paged and fresh_blocks is not None and len(fresh_blocks):
-            blocks = torch.from_numpy(fresh_blocks).long().to(self._device)
-            for tensor in self.block_tensors:
-                tensor.index_fill_(3, blocks, 0)
+                self._copy(tensor, copy.source, copy.target, copy.num_tokens)
+            for tensor in self.slot_tensors:
+                self._copy(tensor, copy.source_slot, copy.target_slot, copy.num_tokens)
+        if self._paged:
+            return
+        if fresh_blocks is not None and len(fresh_blocks):
+            self._clear(self.block_tensors, fresh_blocks)
+        if fresh_slots is not None and len(fresh_slots):
+            self._clear(self.slot_tensors, fresh_slots)
+
+    def _copy(self, tensor: torch.Tensor, source: int, target: int, num_tokens: int) -> None:
+        to = tensor[:, :, :, target]
+        to[:, :, :, :num_tokens] = tensor[:, :, :, source, :num_tokens]
+        if not self._paged:
+            to[:, :, :, num_tokens:] = 0
+
+    def _clear(self, tensors: Sequence[torch.Tensor], fresh: IntArray) -> None:
+        places = torch.from_numpy(fresh).long().to(self._device)
+        for tensor in tensors:
+            tensor.index_fill_(3, places, 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -170,9 +217,13 @@ def runner_info(
     num_host_blocks: int = 0,
     *,
     draft_sizes: Sequence[int],
+    num_slots: int = 0,
 ) -> RunnerInfo:
     """The properties of a runner. The model's maximum also limits `max_seq_len`."""
-    spec = model.spec
+    spec, window = model.spec, None
+    if num_slots:
+        assert spec.window is not None, spec
+        window = WindowInfo(num_slots, spec.window, cache.layout.slot_bytes)
     return RunnerInfo(
         num_blocks=num_blocks,
         block_size=cache.layout.block_size,
@@ -187,4 +238,5 @@ def runner_info(
         num_ranks=1 if model.ranks is None else model.ranks.size,
         device=device_name(model.device),
         architecture=spec.architecture,
+        window=window,
     )

@@ -30,6 +30,7 @@ from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.sizes import KvMemory, KvSizes
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -82,8 +83,9 @@ def load_rank(
     shard = _shard(checkpoint, member)
     spec = checkpoint.spec if shard is None else shard.local_spec
     dtype = resolve_dtype(config.dtype, device)
-    layout = KVLayout.of(spec, block_size, dtype, quantised=instance.kv_cache_dtype == "fp8")
-    require_fit(checkpoint.source, spec, layout, instance, device)
+    memory = KvMemory(spec, config, block_size, dtype)
+    sizes = memory.with_blocks(instance.num_kv_cache_blocks or 1)
+    require_fit(checkpoint.source, spec, sizes, instance, device)
     # With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied as they are.
     four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
     model = load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)
@@ -93,19 +95,22 @@ def load_rank(
         unit = member.join(device, shared, with_tables=not use_triton)
     group, report = (None, _no_report) if member is None else (member.group, member.report)
     report("measuring free memory")
-    num_blocks = instance.num_kv_cache_blocks or blocks_for_all(layout, device, group)
+    if instance.num_kv_cache_blocks is None:
+        sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group))
     num_host_blocks = 0
-    if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
-        num_host_blocks = host_blocks_for_all(instance.host_kv_gb, layout, num_blocks, group)
-    both = (num_blocks, num_host_blocks)
+    wants_host = use_triton and config.scheduler.prefix_caching and not sizes.num_slots
+    if instance.host_kv_gb is not None or wants_host:
+        num_host_blocks = host_blocks_for_all(
+            instance.host_kv_gb, sizes.layout, sizes.num_blocks, group
+        )
     runner: ModelRunner | CudaRunner
     report("allocating memory")
     if use_triton:
-        runner = _make_cuda_runner(config, model, both, block_size, unit)
+        runner = _make_cuda_runner(config, model, sizes, num_host_blocks, unit)
         runner.warm_up(report)
     else:
         is_alone = member is None
-        runner = _make_torch_runner(config, model, both, block_size, unit, is_alone=is_alone)
+        runner = _make_torch_runner(config, model, sizes, num_host_blocks, unit, is_alone=is_alone)
     report(None)
     _log(runner)
     return LoadedModel(runner, tokenizer, checkpoint.default_sampling)
@@ -143,10 +148,11 @@ def _no_report(_: str | None) -> None:
 def _log(runner: "ModelRunner | CudaRunner") -> None:
     info = runner.info
     logger.info(
-        "%d KV blocks of %d tokens (%s, %.0f MiB), %d more on the host, weights %.0f MiB, contexts "
-        "up to %d tokens",
+        "%d KV blocks of %d tokens and %d window slots (%s, %.0f MiB), %d more on the host, "
+        "weights %.0f MiB, contexts up to %d tokens",
         info.num_blocks,
         info.block_size,
+        0 if info.window is None else info.window.num_slots,
         info.kv_dtype,
         info.cache_mem,
         info.num_host_blocks,
@@ -202,7 +208,7 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     head_dim = spec.attention.head_dim
     if not least <= head_dim <= _MAX_HEAD_DIM or not _is_power_of_two(head_dim):
         reasons.append(f"the kernels have no heads of size {head_dim}")
-    if len(spec.layer_groups) > 1:
+    if len(spec.layer_groups()) > 1:
         reasons.append("the kernels need heads of one shape in all layers")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
@@ -222,11 +228,10 @@ def _is_power_of_two(number: int) -> bool:
 def _make_cuda_runner(
     config: BuiltinConfig,
     model: Decoder,
-    num_blocks: tuple[int, int],
-    block_size: int,
+    sizes: KvSizes,
+    num_host_blocks: int,
     unit: Unit | None,
 ) -> "CudaRunner":
-    """`num_blocks`: the blocks in the pool, and in the host tier."""
     from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # Imports Triton.
 
     limits = config.scheduler
@@ -236,39 +241,44 @@ def _make_cuda_runner(
         max_seq_len=config.instance.max_seq_len,
         gate=GateConfig() if config.instance.shared_prefix else None,
         quantised=config.instance.kv_cache_dtype == "fp8",
-        num_host_blocks=num_blocks[1],
+        num_host_blocks=num_host_blocks,
+        num_slots=sizes.num_slots,
     )
-    return CudaRunner(model, num_blocks[0], block_size, options, unit)
+    return CudaRunner(model, sizes.num_blocks, sizes.layout.block_size, options, unit)
 
 
 def _make_torch_runner(
     config: BuiltinConfig,
     model: Decoder,
-    num_blocks: tuple[int, int],
-    block_size: int,
+    sizes: KvSizes,
+    num_host_blocks: int,
     unit: Unit | None,
     *,
     is_alone: bool,
 ) -> ModelRunner:
-    """`is_alone`: there is one rank. `num_blocks`: the blocks in the pool, and in the host tier."""
-    instance = config.instance
-    quantised = instance.kv_cache_dtype == "fp8"
+    """`is_alone`: there is one rank."""
+    instance, layout = config.instance, sizes.layout
     is_alone_on_cpu = is_alone and model.device.type == "cpu"
     make_layers = None
     if is_alone_on_cpu and instance.attn_func == "auto":
-        layout = KVLayout.of(model.spec, block_size, model.dtype, quantised=quantised)
         make_layers = _compiled_layers(layout.dtype_name)
     adapts = is_alone_on_cpu and not instance.num_threads
     options = CpuOptions(
         max_rows=config.scheduler.max_batch_size,
         max_seq_len=instance.max_seq_len,
         gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
-        quantised=quantised,
-        num_host_blocks=num_blocks[1],
+        quantised=layout.quantised,
+        num_host_blocks=num_host_blocks,
+        num_slots=sizes.num_slots,
         max_threads=torch.get_num_threads() if adapts else None,
     )
     return ModelRunner(
-        model, num_blocks[0], block_size, options, unit=unit, make_layers=make_layers
+        model,
+        sizes.num_blocks,
+        layout.block_size,
+        options,
+        unit=unit,
+        make_layers=make_layers,
     )
 
 

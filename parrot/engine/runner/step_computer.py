@@ -40,6 +40,7 @@ from parrot.engine.runner.inputs import (
     draw_settings,
 )
 from parrot.engine.runner.log_probabilities import score_tokens
+from parrot.engine.runner.windows import DeviceSlots
 from parrot.protocol.sampling import MAX_LOGPROBS, ResolvedSampling
 
 _NUM_NUMBERS = 2**16  # Initial size of the buffers for adjustments and masks, in int32 numbers.
@@ -205,6 +206,7 @@ class PlannedStep:
     sources: Sources | None  # None if no token is pending.
     reads: StepReads | None = None  # None if no hidden states are pooled or scored.
     needs_logits: bool = True  # False if the tokens of the largest logits are enough.
+    slot_changes: tuple[tuple[int, int], ...] = ()  # See `StepPlan`.
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +258,11 @@ class StepComputer:
         synthetic: SyntheticPlans,
         table_size: tuple[int, int],
         max_tokens: int,
+        num_blocks_with_slots: int = 0,
     ) -> None:
-        """`table_size`: rows and columns of the block table."""
+        """`table_size`: rows and columns of the block table.
+
+        `num_blocks_with_slots`: all blocks if layers have window slots, else 0."""
         rows, width = table_size
         device = attention.device
         self._device = device
@@ -266,6 +271,9 @@ class StepComputer:
         self.graphs: StepGraphs | None = None
         self._synthetic = synthetic
         self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
+        self._slots: DeviceSlots | None = None
+        if num_blocks_with_slots:
+            self._slots = DeviceSlots(num_blocks_with_slots, self._tables)
         self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
         self._sampler = Sampler(device)
         self._launcher = ThreadPoolExecutor(
@@ -344,7 +352,7 @@ class StepComputer:
         self._attention.expect(len(sent[0]))
         if reads is None:
             return self._decode(sent[:3], sent[3], buffers, self._attention)
-        plan = TritonPlan(buffers, self._tables, sent[1], sent[2])
+        plan = self._plan(buffers, sent[1], sent[2])
         states = self._forward.states(sent[0], self._attention, plan)
         reads.take(states, self._head)
         logits = self._forward.head(states.index_select(0, sent[3]))
@@ -358,9 +366,15 @@ class StepComputer:
         attention: TritonAttention,
     ) -> Decoded:
         token_ids, positions, table_rows = rows
-        plan = TritonPlan(work, self._tables, positions, table_rows)
+        plan = self._plan(work, positions, table_rows)
         logits = self._forward(token_ids, attention, plan, logit_rows)
         return Decoded(best_tokens(logits, self._vocabulary), logits)
+
+    def _plan(
+        self, work: PlanBuffers, positions: torch.Tensor, table_rows: torch.Tensor
+    ) -> TritonPlan:
+        slots = None if self._slots is None else self._slots.tables
+        return TritonPlan(work, self._tables, positions, table_rows, slots)
 
     def _run_graph(self, step: PlannedStep, size: StepSize) -> tuple[Decoded, _Sent] | None:
         """Replay a graph; None if no graph is large enough."""
@@ -393,6 +407,8 @@ class StepComputer:
         *sent, at, to, pending_at, row, settings, scored = self._stage.send((*parts, *extra))
         if len(at):
             self._change_tables(inputs.changed_at, at, to)
+        if self._slots is not None:
+            self._slots.update(step.slot_changes, has_new_blocks=len(at) > 0)
         if known is not None:
             where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
             # The token of a failed job is -1. Its row is unused, so any valid token will do.
@@ -411,6 +427,16 @@ class StepComputer:
             flat[first : first + count].copy_(to)
         else:
             flat[at] = to
+
+    def change_slots(self, changes: Sequence[tuple[int, int]]) -> None:
+        """Apply `StepPlan.slot_changes` of a step without tokens."""
+        if self._slots is not None:
+            self._slots.update(changes, has_new_blocks=False)
+
+    def forget_slots(self) -> None:
+        """Send all window slots again. A step may have failed before they were sent."""
+        if self._slots is not None:
+            self._slots.forget()
 
     def compute_in_place(
         self, size: StepSize, work: PlanBuffers, attention: TritonAttention

@@ -56,11 +56,13 @@ class CountingRunner:
 class Twins:
     """A tiny model in the engine core and in transformers."""
 
-    def __init__(self, folder: Path, num_blocks: int = 120, num_host_blocks: int = 0) -> None:
+    def __init__(
+        self, folder: Path, num_blocks: int = 120, num_host_blocks: int = 0, **options: int
+    ) -> None:
         checkpoint = open_checkpoint(str(folder))
         decoder = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
-        options = CpuOptions(gate=SHARE_ALL, num_host_blocks=num_host_blocks)
-        runner = ModelRunner(decoder, num_blocks, 16, options)
+        chosen = CpuOptions(gate=SHARE_ALL, num_host_blocks=num_host_blocks, **options)
+        runner = ModelRunner(decoder, num_blocks, 16, chosen)
         is_counted = not num_host_blocks  # The host tier needs the runner itself.
         self.runner = CountingRunner(runner) if is_counted else runner
         language = Language.of(checkpoint.load_tokenizer())
@@ -112,6 +114,41 @@ def test_outputs_equal_those_of_transformers(
         sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
     )
     assert found >= 32 + 80 + 64 + 128, "prefixes were not found in the cache"
+
+
+WINDOWED = {
+    name: (family, overrides)
+    for name, (family, overrides) in MODELS.items()
+    if family in ("cohere2", "gemma2", "gemma3", "gemma4", "ministral", "olmo3") or overrides
+}
+
+
+@pytest.mark.parametrize("num_slots", [14, 60])
+@pytest.mark.parametrize(("family", "overrides"), WINDOWED.values(), ids=WINDOWED)
+def test_outputs_with_window_slots(
+    tmp_path: Path, family: str, overrides: Mapping[str, Any], num_slots: int
+) -> None:
+    """With 14 slots, jobs are preempted, and windows are computed again."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
+    twins = Twins(folder, num_slots=num_slots)
+    rng = random.Random(0)
+    prefix = [rng.randrange(256) for _ in range(PREFIX)]
+    prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
+    outputs = twins.found(prompts)
+    twins.greedy.check(prompts, outputs)
+    forks = [
+        [*prefix[:40], 7],
+        prompts[0] + outputs[0][:30],
+        [*prompts[0], *outputs[0][:17], 5],
+        prompts[2] + outputs[2],
+    ]
+    assert isinstance(twins.runner, CountingRunner)
+    before = twins.runner.num_tokens
+    twins.greedy.check(forks, twins.found(forks))
+    found = (
+        sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
+    )
+    assert found >= 32 + 80 + 64 + 128 or num_slots == 14
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "cohere2"])

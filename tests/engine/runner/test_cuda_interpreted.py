@@ -42,7 +42,7 @@ from parrot.engine.runner import step_computer as warm_up
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.engine.runner.inputs import StepInputs
-from parrot.protocol.engine_api import GenerateResponse
+from parrot.protocol.engine_api import NO_PARENT, GenerateResponse
 from parrot.protocol.errors import ModelNumerics
 from parrot.protocol.sampling import Logprobs, ResolvedSampling
 from parrot.utils.clock import MonotonicClock
@@ -114,6 +114,7 @@ def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
         max_rows: int = 8,
         quantised: bool = False,
         size: int = SIZE,
+        num_slots: int = 0,
     ) -> tuple[ModelRunner, CudaRunner]:
         model = model_of(family)
         options = CudaOptions(
@@ -123,6 +124,7 @@ def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
             use_graphs=False,
             upcast=True,
             quantised=quantised,
+            num_slots=num_slots,
         )
         plain = ModelRunner(model, BLOCKS, size, CpuOptions(quantised=quantised))
         return plain, CudaRunner(model, BLOCKS, size, options)
@@ -355,6 +357,44 @@ def test_steps_launched_ahead_under_the_engine_core(
     assert core_outputs(own, samplings) == want
     assert [len(output) for output in want] == [3, 4, 5]
     assert Counter(pending) == ({0: 2, 1: 3, 2: 4} if overlap else {})
+
+
+@pytest.mark.parametrize(
+    ("family", "quantised", "size"),
+    [("gemma3", False, 16), ("mistral", False, 16), ("gemma2", True, 16), ("gemma3", True, 64)],
+)
+def test_window_slots_under_the_engine_core(
+    make_runners: MakeRunners, family: str, quantised: bool, size: int
+) -> None:
+    """The slots are NaN at first, so that a read outside of the windows changes the tokens."""
+    plain, own = make_runners(family, SHARE_ALL, quantised=quantised, size=size, num_slots=9)
+    assert own.info.window is not None
+    for tensor in own._cache.slot_tensors:
+        tensor.fill_(255 if tensor.dtype is torch.uint8 else torch.nan)
+    core_of = [windowed_outputs(runner, size) for runner in (plain, own)]
+    assert core_of[0] == core_of[1]
+
+
+def windowed_outputs(runner: StepRunner, size: int) -> list[list[int]]:
+    """The outputs of a context and of forks inside its prompt, all longer than the window."""
+    language = Language.of(plain_byte_tokenizer(259))
+    core = EngineCore(BuiltinConfig(), runner, language, MonotonicClock())
+    (prompt,) = random_prompts(3 * size)
+    sampling = ResolvedSampling(temperature=0, max_gen_length=size // 4, ignore_tokenizer_eos=True)
+    outputs = []
+    for number, length in enumerate((0, 3 * size, 2 * size + 3)):
+        parent = (number and 1, length) if number else (NO_PARENT, None)
+        tokens = array("i", prompt if not number else [number])
+        answer = Answer()
+        piece = Piece(number + 1, tokens, *parent)
+        core.requests.submit(EngineRequest(number, (piece,), sampling=sampling), answer)
+        while core.has_work and core.step():
+            core.check_integrity()
+        for call, argument in core.requests.outbox.take():
+            call(argument)
+        assert isinstance(answer.response, GenerateResponse), answer.error
+        outputs.append(answer.response.generated_ids)
+    return outputs
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -11,11 +11,13 @@ from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.runner import fit
 from parrot.engine.runner.fit import require_fit
 from parrot.engine.runner.kv_cache import KVLayout
+from parrot.engine.runner.sizes import KvSizes
 from parrot.utils.config import ConfigError
 
 GIB = 1 << 30
 SPEC = open_checkpoint("llama-3.1-8b", dummy=True).spec
 LAYOUT = KVLayout.of(SPEC, 64, torch.bfloat16)  # 8 MiB in a block
+ONE = KvSizes(LAYOUT, 1)
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 
@@ -28,17 +30,19 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
 def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 14.5)
     with pytest.raises(ConfigError, match=r"big does not fit: .* 15\.0 GiB .*of the 24\.0 GiB of"):
-        require_fit("big", SPEC, LAYOUT, BuiltinInstance(), GPU)
+        require_fit("big", SPEC, ONE, BuiltinInstance(), GPU)
     with pytest.raises(ConfigError, match=r"14\.5 GiB of CPU memory are free; use a smaller"):
-        require_fit("big", SPEC, LAYOUT, BuiltinInstance(), CPU)
+        require_fit("big", SPEC, ONE, BuiltinInstance(), CPU)
 
 
 def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 16.0)
-    many = BuiltinInstance(num_kv_cache_blocks=200)
+    many = KvSizes(LAYOUT, 200)
     with pytest.raises(ConfigError, match=r"200 KV blocks of 64 tokens take 1\.6 GiB.* most 133"):
-        require_fit("big", SPEC, LAYOUT, many, GPU)
-    require_fit("big", SPEC, LAYOUT, many, CPU)  # Pages of CPU memory are taken when written.
+        require_fit("big", SPEC, many, BuiltinInstance(), GPU)
+    require_fit(
+        "big", SPEC, many, BuiltinInstance(), CPU
+    )  # Pages of CPU memory are taken when written.
 
 
 def test_what_fits_is_reported(
@@ -46,7 +50,9 @@ def test_what_fits_is_reported(
 ) -> None:
     with_free(monkeypatch, 20.0)
     with caplog.at_level(logging.INFO, "parrot.engine.runner.fit"):
-        require_fit("big", SPEC, replace(LAYOUT, block_size=16), BuiltinInstance(), GPU)
+        require_fit(
+            "big", SPEC, replace(ONE, layout=replace(LAYOUT, block_size=16)), BuiltinInstance(), GPU
+        )
     [line] = caplog.messages
     assert "weights take 15.0 GiB as torch.bfloat16, KV 128.0 KiB per token" in line
     assert "20.0 are free" in line

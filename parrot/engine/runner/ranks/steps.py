@@ -4,7 +4,7 @@ A message is one int32 array: the lengths of its parts, then the parts. It conta
 rank 0 has made, and no sampling settings, because only rank 0 samples."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -17,7 +17,7 @@ from parrot.engine.runner.host.copies import NO_TRANSFERS, RankTransfers
 from parrot.engine.runner.inputs import StepInputs
 from parrot.protocol.sampling import ResolvedSampling
 
-_NUM_PARTS = 28  # Arrays in a message.
+_NUM_PARTS = 29  # Arrays in a message.
 # Transfer ids are sent as their lowest 31 bits. Far fewer transfers are in flight at once.
 _ID_MASK = 2**31 - 1
 _POOL, _SCORE = 0, 1
@@ -35,6 +35,7 @@ class RankStep:
     reads: StepReads | None
     needs_logits: bool  # The result of `sampling.needs_logits`.
     transfers: RankTransfers = NO_TRANSFERS  # Applied before the step.
+    slot_changes: tuple[tuple[int, int], ...] = ()  # See `StepPlan`.
 
     @classmethod
     def of(cls, transfers: RankTransfers) -> "RankStep":
@@ -58,7 +59,8 @@ class StepWriter:
         head = [work is not None, is_known, step.reads is not None, step.needs_logits]
         parts: list[IntArray] = [
             np.array(head, dtype=np.int32),
-            _ints([(c.source, c.target, c.num_tokens) for c in step.copies]),
+            _ints([astuple(copy) for copy in step.copies]),
+            _ints(step.slot_changes),
             inputs.rows,
             inputs.step.tables.reshape(-1) if self._with_tables else _NONE,
             inputs.step.starts,
@@ -90,7 +92,8 @@ class StepReader:
         places = accumulate(message[:_NUM_PARTS].tolist(), initial=_NUM_PARTS)
         parts = iter([message[first:end] for first, end in pairwise(places)])
         has_work, is_known, has_reads, needs_logits = next(parts).tolist()
-        copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 3).tolist())
+        copies = tuple(BlockCopy(*copy) for copy in next(parts).reshape(-1, 5).tolist())
+        changes = tuple((block, slot) for block, slot in next(parts).reshape(-1, 2).tolist())
         inputs = _inputs(parts)
         reads = _read_reads(next(parts), has_any=bool(has_reads))
         begun = _read_transfers(next(parts).tolist())
@@ -98,7 +101,7 @@ class StepReader:
         if not is_known:
             self._last = _read_work(list(parts))
         work = self._last if has_work else None
-        return RankStep(copies, inputs, work, reads, bool(needs_logits), transfers)
+        return RankStep(copies, inputs, work, reads, bool(needs_logits), transfers, changes)
 
 
 def _ints(values: Sequence[int] | Sequence[tuple[int, ...]]) -> IntArray:
