@@ -123,13 +123,7 @@ class CudaRunner:
         """`unit`: the other ranks, on rank 0 of several."""
         options = options or CudaOptions()
         spec, device = model.spec, model.device
-        num_slots = options.num_slots
-        layout = KVLayout.of(
-            spec, block_size, model.dtype, quantised=options.quantised, with_slots=num_slots > 0
-        )
-        # The last block and the last slot belong to no context. Padding and warm-up write to them.
-        more = num_slots and num_slots + 1
-        self._cache = KVCache(layout, num_blocks + 1, device, paged=True, num_slots=more)
+        self._cache = _make_cache(model, num_blocks, block_size, options)
         copies = self._cache.host_copies(options.num_host_blocks)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         layer_weights = num_layer_weights(spec)
@@ -141,7 +135,7 @@ class CudaRunner:
             options.max_seq_len,
             options.num_host_blocks,
             draft_sizes=[size.rows for size in mixed if size.rows <= options.max_rows],
-            num_slots=num_slots,
+            num_slots=options.num_slots,
         )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
@@ -165,7 +159,7 @@ class CudaRunner:
             SyntheticPlans(shape, options.gate, split, options.max_tokens, max_seq_len),
             (max_rows, self._inputs.width),
             options.max_tokens,
-            self._cache.num_blocks if num_slots else 0,
+            self._cache.num_blocks if options.num_slots else 0,
         )
         if options.use_graphs:
             sizes = [*(StepSize(rows) for rows in bucket_list(options.max_rows)), *mixed]
@@ -298,3 +292,17 @@ class CudaRunner:
             return
         planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
         self.computer.compute(PlannedStep(*planned, step.slot_changes))
+
+
+def _make_cache(model: Decoder, num_blocks: int, block_size: int, options: CudaOptions) -> KVCache:
+    num_slots = options.num_slots
+    layout = KVLayout.of(
+        model.spec,
+        block_size,
+        model.dtype,
+        quantised=options.quantised,
+        with_slots=num_slots > 0,
+    )
+    # The last block and the last slot belong to no context. Padding and warm-up write to them.
+    more = num_slots and num_slots + 1
+    return KVCache(layout, num_blocks + 1, model.device, paged=True, num_slots=more)

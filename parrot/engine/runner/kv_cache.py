@@ -119,7 +119,7 @@ class KVCache:
         # Tensors [layers, 2, kv_heads, blocks, block_size, ...]. Block b is `t[:, :, :, b]`.
         # In the paged layout `t[l, i, :, b]` is contiguous.
         self.block_tensors = self._tensors(in_slots=False)
-        # Likewise, of the layers with slots. Slot s is `t[:, :, :, s]`.
+        # The same for layers with slots. Slot s is `t[:, :, :, s]`.
         self.slot_tensors = self._tensors(in_slots=True)
 
     def _tensors(self, *, in_slots: bool) -> tuple[torch.Tensor, ...]:
