@@ -335,10 +335,11 @@ class EngineConfig(RegisteredConfig):
     random_seed: int = Field(
         0, ge=0, lt=2**63, description="Seed of outputs whose request gives none."
     )
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = Field(
+    dtype: Literal["auto", "float32", "float16", "bfloat16", "fp8"] = Field(
         "auto",
         description="Type of weights and KV cache. `auto`: bfloat16 where the device computes "
-        "with it, otherwise float32.",
+        "with it, otherwise float32; quantised weights stay as they are where the device has a "
+        "kernel for them. `fp8`: bfloat16 with the matrices of layers in e4m3.",
     )
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N."

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import torch
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -24,6 +26,7 @@ def install() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     _install_quick_calls()
     _install_quick_types()
+    _install_rounding()
 
 
 def _install_quick_calls() -> None:
@@ -53,6 +56,19 @@ def _install_quick_calls() -> None:
 
     interpreter._patch_builtin = patch_builtin
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _install_rounding() -> None:
+    """e4m3 is rounded to nearest, as on a GPU. The interpreter rounds small numbers to zero."""
+    convert, tl = interpreter._convert_float, interpreter.tl
+
+    def rounded(data: Any, kind: Any, target: Any, mode: Any) -> Any:
+        if (kind, target) != (tl.float32, tl.float8e4nv):
+            return convert(data, kind, target, mode)
+        numbers = torch.from_numpy(np.ascontiguousarray(data))
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = rounded
 
 
 def _interpreted(member: Any) -> Callable[..., Any]:

@@ -5,14 +5,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.quantised_kernels import (
-    bits_of,
-    codes_of,
-    exponent_of,
-    inverse_of,
-    numbers_of,
-    power_of,
-)
+from parrot.engine.kernels.e4m3 import bits_of, codes_of, exponent_of, inverse_of, power_of
+from parrot.engine.kernels.quantised_kernels import numbers_of
 
 
 @triton.jit

@@ -3,9 +3,8 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -14,7 +13,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from zlib import crc32
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.default_sampling import (
@@ -23,9 +21,13 @@ from parrot.engine.models.default_sampling import (
     gguf_sampling,
 )
 from parrot.engine.models.families import spec_from_config
-from parrot.engine.models.ggml_blocks import FourBit
+from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
+from parrot.engine.models.packed import Packed, Weights
 from parrot.engine.models.parallel import Part, Partition
+from parrot.engine.models.quantisation import block_size
+from parrot.engine.models.reading import usable
+from parrot.engine.models.safetensors_folder import SafetensorsFolder
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.engine.models.tensors import TensorPlan, source_shapes, tensor_plans
@@ -47,7 +49,12 @@ R = TypeVar("R", covariant=True)
 EMBEDDED = "embedded"
 _DUMMY_STD = 0.02  # Standard deviation of random weights.
 _CPU = torch.device("cpu")
-_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "fp8": torch.bfloat16,  # The type of all but the matrices of layers.
+}
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
 
@@ -68,7 +75,10 @@ class TensorSource(Protocol):
         Returns the whole tensor if its size differs from `part.size`, for the caller's error."""
         ...
 
-    def four_bit(self, name: str) -> FourBit | None: ...
+    def packed(self, name: str, device: torch.device, part: Part | None = None) -> Packed | None:
+        """A matrix or a part of it in the source's own format; None for plain numbers, and if the
+        part splits a block."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +125,19 @@ class Checkpoint:
             tensor = tensor.contiguous() if part is None else _unordered(plan, part).of(tensor)
         return plan.ordered(tensor)
 
-    def take_four_bit(self, name: str, part: Part | None = None) -> FourBit | None:
-        """A matrix in the format of the source, if it is 4-bit; else None."""
+    def take_packed(
+        self, name: str, device: torch.device = _CPU, part: Part | None = None
+    ) -> Packed | None:
+        """A matrix in the format of the source; None for plain numbers, and for rows in another
+        order."""
         plan = self.plans[name]
-        if plan.source_shape != plan.shape or plan.order:
+        if not plan.is_contiguous or plan.order:
             return None
-        matrix = self.tensors.four_bit(plan.source)
+        rows = _source_part(plan, part)
+        matrix = self.tensors.packed(plan.source, device, rows)
         if matrix is not None:
-            self._check(plan, matrix.codes, None)
-        return matrix if matrix is None or part is None else part.of_four_bit(matrix)
+            self._check(plan, matrix.codes, rows)
+        return matrix
 
     def _check(self, plan: TensorPlan, tensor: torch.Tensor, part: Part | None) -> None:
         whole = plan.source_shape
@@ -151,46 +165,6 @@ def _unordered(plan: TensorPlan, part: Part) -> Part:
     return Part(part.dim, start, stop, plan.in_source(part.size, part.dim))
 
 
-class SafetensorsFolder:
-    """The tensors of all *.safetensors files of a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self._file_of: dict[str, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            if not path.is_file():
-                continue  # Opening a pipe would block.
-            try:
-                with safe_open(path, framework="pt") as file:
-                    self._file_of |= dict.fromkeys(file.keys(), path)
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path}: not a usable safetensors file: {error}") from None
-        if not self._file_of:
-            has_pickle = any(folder.glob("*.bin")) or any(folder.glob("*.pt*"))
-            reason = (
-                "only pickled weights, which can run code when loaded; convert them to safetensors"
-                if has_pickle
-                else "no *.safetensors files"
-            )
-            raise ConfigError(f"{folder}: {reason}")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
-
-    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
-        path = self._file_of[name]
-        with usable(str(path)), safe_open(path, framework="pt", device=str(device)) as file:
-            tensor: torch.Tensor
-            if part is None or file.get_slice(name).get_shape()[part.dim] != part.size:
-                tensor = file.get_tensor(name)
-            else:
-                where = (slice(None),) * part.dim + (slice(part.start, part.stop),)
-                tensor = file.get_slice(name)[where].contiguous()
-        return tensor
-
-    def four_bit(self, name: str) -> None:
-        """Return nothing: all its tensors are whole numbers."""
-
-
 class RandomTensors:
     """Normally distributed weights; norms are identities.
 
@@ -212,22 +186,8 @@ class RandomTensors:
             whole = torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
         return whole if part is None else part.of(whole)
 
-    def four_bit(self, name: str) -> None:
-        """Return nothing: all its tensors are whole numbers."""
-
-
-@contextmanager
-def usable(source: str) -> Iterator[None]:
-    """Context that converts errors of reading a model's files to `ConfigError`.
-
-    Malformed files can make the libraries raise any exception."""
-    try:
-        yield
-    except (ConfigError, MemoryError):
-        raise
-    except Exception as error:
-        logger.debug("%s", source, exc_info=True)
-        raise ConfigError(f"{source}: not a usable model: {error!r:.500}") from None
+    def packed(self, name: str, device: torch.device, part: Part | None = None) -> None:
+        """Return nothing: all tensors are plain numbers."""
 
 
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
@@ -261,7 +221,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     return _checkpoint(
         str(path),
         config,
-        None if dummy else SafetensorsFolder(path),
+        None if dummy else SafetensorsFolder(path, block_size(config)),
         lambda size: _folder_or_word_tokenizer(path, {**config, "vocab_size": size}, dummy),
         folder_sampling(path),
         seed,
@@ -386,13 +346,13 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     *,
-    four_bit: bool = False,
+    weights: Weights = Weights.PLAIN,
     shard: Partition | None = None,
 ) -> Decoder:
     """Read, convert and pack the weights. Each thread loads one layer at a time.
 
-    With `four_bit`, 4-bit weights of the checkpoint are also kept as they are, and used where this
-    is faster. `dtype` must then be bfloat16. `shard`: load only one rank's part."""
+    4-bit weights that are kept need bfloat16 as `dtype`, and are used for few rows. `shard`: load
+    only one rank's part."""
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
 
     def part(name: str) -> Part | None:
@@ -401,15 +361,22 @@ def load_decoder(
     def take(name: str) -> torch.Tensor:
         return checkpoint.take(name, device, part(name)).to(device=device, dtype=dtype)
 
-    def take_four_bit(name: str) -> FourBit | None:
-        return checkpoint.take_four_bit(name, part(name)) if four_bit else None
+    def take_packed(name: str) -> Packed | None:
+        if weights is Weights.PLAIN:
+            return None
+        matrix = checkpoint.take_packed(name, device, part(name))
+        if isinstance(matrix, Fp8Matrix) and weights is Weights.KEPT and device.type == "cpu":
+            return None  # No CPU kernel multiplies e4m3 faster than bfloat16.
+        if weights is Weights.E4M3 and not isinstance(matrix, Fp8Matrix):
+            return Fp8Matrix.of(take(name))
+        return matrix
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)
     num_threads = torch.get_num_threads()
     loaders = max(1, min(4, os.cpu_count() or 1))
     with ThreadPoolExecutor(loaders, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        decoder = Decoder(spec, take, dtype, device, pool.map, take_four_bit, ranks)
+        decoder = Decoder(spec, take, dtype, device, pool.map, take_packed, ranks)
     torch.set_num_threads(num_threads)  # New threads inherit the number, so restore it.
     logger.info("loaded in %.1f s", time.perf_counter() - started)
     return decoder

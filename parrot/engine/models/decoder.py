@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import HeadNorm
-from parrot.engine.models.ggml_blocks import FourBit
+from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.layers import (
     ACTIVATIONS,
     MLP,
@@ -20,6 +20,7 @@ from parrot.engine.models.layers import (
     make_linear,
     rotate_,
 )
+from parrot.engine.models.packed import Packed, packed_linear
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
 from parrot.engine.models.tensors import OUTPUT_SCALE, OWN, num_weights
@@ -34,8 +35,8 @@ It must not change q, k and v. The next call may overwrite its result."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-# A 4-bit matrix of the checkpoint by name; None if the matrix is multiplied in another type.
-TakeFourBit = Callable[[str], FourBit | None]
+# A matrix by name in a packed format; None if it is multiplied in the model's dtype.
+TakePacked = Callable[[str], Packed | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,7 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         map_layers: Callable[[Callable[[int], DecoderLayer], range], Iterable[DecoderLayer]] = map,
-        take_four_bit: TakeFourBit = lambda name: None,
+        take_packed: TakePacked = lambda name: None,
         ranks: Ranks | None = None,
     ) -> None:
         """`map_layers` may build the layers in parallel.
@@ -206,7 +207,7 @@ class Decoder:
         self._ropes = [Rope(rope, sizes[i], device) for i, rope in enumerate(spec.ropes)]
         self.layers = list(
             map_layers(
-                lambda i: _build_layer(spec, take, take_four_bit, ranks, i), range(spec.num_layers)
+                lambda i: _build_layer(spec, take, take_packed, ranks, i), range(spec.num_layers)
             )
         )
         self.norm = _build_norm(spec, take, OWN.final_norm) if spec.final_norm else None
@@ -228,9 +229,14 @@ class Decoder:
         count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
         if is_tied and self.device.type == "cpu":
             count += self.embed.numel()
-        linears = [x for layer in self.layers for x in layer.linears]
+        linears, item_size = (
+            [x for layer in self.layers for x in layer.linears],
+            self.dtype.itemsize,
+        )
         extra = sum(x.num_bytes for x in linears if isinstance(x, FourBitLinear))
-        return count * self.dtype.itemsize + extra
+        for matrix in (x.matrix for x in linears if isinstance(x, Fp8Linear)):
+            extra += matrix.num_bytes - matrix.codes.numel() * item_size
+        return count * item_size + extra
 
     def forward(
         self,
@@ -298,7 +304,7 @@ class Decoder:
 def _build_layer(
     spec: DecoderSpec,
     take: TakeTensor,
-    take_four_bit: TakeFourBit,
+    take_packed: TakePacked,
     ranks: Ranks | None,
     index: int,
 ) -> DecoderLayer:
@@ -310,9 +316,9 @@ def _build_layer(
     def linear(*parts: str, bias: bool) -> Linear:
         weights = [f"{prefix}.{part}.weight" for part in parts]
         biases = torch.cat([take(f"{prefix}.{part}.bias") for part in parts]) if bias else None
-        found = [matrix for name in weights if (matrix := take_four_bit(name)) is not None]
-        if len(found) == len(weights) and FourBitLinear.takes(whole := FourBit.joined(found)):
-            return FourBitLinear(whole, biases)
+        found = [matrix for name in weights if (matrix := take_packed(name)) is not None]
+        if len(found) == len(weights) and (packed := packed_linear(found, biases)) is not None:
+            return packed
         return make_linear(torch.cat([take(name) for name in weights]), biases)
 
     def summed(name: str, *, bias: bool) -> Linear:

@@ -11,13 +11,12 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
-from parrot.engine.kernels.linear.products import can_rotate, few_rows_qkv
+from parrot.engine.kernels.linear.products import Rows, can_rotate, few_rows_qkv
 from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.fused_weights import (
     DOWN_SLOT,
     EMBEDDING_SLOT,
     OUT_SLOT,
-    Normed,
     Weight,
 )
 from parrot.engine.models.layers import RMSNorm
@@ -122,7 +121,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         return self._norm(self._normed(token_ids, attention, plan, None)[1])
 
-    def head(self, states: Normed) -> torch.Tensor:
+    def head(self, states: Rows) -> torch.Tensor:
         return self._lm_head(states)
 
     def _normed(
@@ -131,7 +130,7 @@ class FusedDecoder:
         attention: TritonAttention,
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
-    ) -> tuple[Normed, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         """The final states of the sampled rows (None: all rows), and the states before the norm."""
         residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
@@ -147,7 +146,7 @@ class FusedDecoder:
             normed = layer.down.add_and_norm(hidden, residual, next_norm)
         return normed, residual
 
-    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Normed]:
+    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
         if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
             residual = self._embed.new_empty((len(token_ids), self._embed.shape[1]))
@@ -164,7 +163,7 @@ class FusedDecoder:
         self,
         index: int,
         layer: _FusedLayer,
-        x: Normed,
+        x: Rows,
         attention: TritonAttention,
         plan: TritonPlan,
         only_last: bool,
@@ -172,9 +171,9 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
-        fits = can_rotate(shape, x) and not attention.is_quantised
+        fits = can_rotate(shape, x, qkv.weight) and not attention.is_quantised
         if layer.head_norm is None and fits:
-            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias)
+            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias, scales=qkv.scales)
         else:
             keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)

@@ -11,6 +11,7 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.linear.products import MeasuredRows
 from parrot.engine.models.decoder import Decoder, DecoderLayer, QKNorm, WidthNorm
 from parrot.engine.models.fused import HANDLED, HANDLED_BY_ATTENTION, angle_tables
 from parrot.engine.models.fused_weights import Weight
@@ -161,7 +162,7 @@ def _attend(
     return attention.attend(index, q, new, plan, only_last=only_last)
 
 
-def _gated(layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+def _gated(layer: _Layer, x: torch.Tensor) -> torch.Tensor | MeasuredRows:
     if not layer.gelu:
         return layer.gate_up.gated(x)
     both = layer.gate_up(x)

@@ -152,8 +152,15 @@ class GGUFFile:
         fits = part is not None and whole.shape[part.dim] == part.size
         return (part.of(whole) if part is not None and fits else whole).to(device)
 
-    def four_bit(self, name: str) -> FourBit | None:
-        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types."""
+    def packed(self, name: str, device: torch.device, part: Part | None = None) -> FourBit | None:
+        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types, and on
+        devices without a kernel."""
+        matrix = self._four_bit(name) if device.type == "cpu" else None
+        if matrix is None or part is None or matrix.codes.shape[part.dim] != part.size:
+            return matrix
+        return part.of_four_bit(matrix)
+
+    def _four_bit(self, name: str) -> FourBit | None:
         own_name = _ggml_name(name)
         info = self._tensors[own_name]
         with self._reading(own_name):

@@ -80,6 +80,18 @@ def num_weights(spec: DecoderSpec) -> int:
     return sum(prod(plan.shape) for plan in tensor_plans(spec).values())
 
 
+def num_matrix_weights(spec: DecoderSpec) -> int:
+    """The weights of the matrices of all layers."""
+    plans = tensor_plans(spec)
+    return sum(prod(plans[name].shape) for name in plans if is_matrix(name))
+
+
+def is_matrix(name: str) -> bool:
+    """Whether a tensor, by the decoder's name, is a matrix of a layer."""
+    module, _, parameter = name.rpartition(".")
+    return parameter == "weight" and module.endswith(tuple(f".{x}" for x in _MATRICES))
+
+
 def num_layer_weights(spec: DecoderSpec) -> int:
     """The weights of a layer, on average."""
     layers = (shapes for layer in spec.layers for shapes in _layer_shapes(spec, layer).values())

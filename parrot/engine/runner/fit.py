@@ -6,7 +6,7 @@ import torch
 
 from parrot.engine.config import BuiltinInstance
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.models.tensors import num_weights
+from parrot.engine.models.tensors import num_matrix_weights, num_weights
 from parrot.engine.runner.host.copies import available_memory
 from parrot.engine.runner.sizes import KvSizes
 from parrot.utils.config import ConfigError
@@ -22,10 +22,12 @@ def require_fit(
     sizes: KvSizes,
     instance: BuiltinInstance,
     device: torch.device,
+    *,
+    in_e4m3: bool = False,
 ) -> None:
     """Raise `ConfigError` if the weights and the KV of a rank exceed the free memory.
 
-    `spec` and `sizes` are those of one rank."""
+    `spec` and `sizes` are those of one rank. `in_e4m3`: the matrices of layers are."""
     layout = sizes.layout
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -36,6 +38,9 @@ def require_fit(
         where = f"{free / _GIB:.1f} GiB of CPU memory are free"
     weights = num_weights(spec) * layout.dtype.itemsize
     takes = f"its weights take {weights / _GIB:.1f} GiB as {layout.dtype}"
+    if in_e4m3:
+        weights -= num_matrix_weights(spec) * (layout.dtype.itemsize - 1)
+        takes = f"its weights take {weights / _GIB:.1f} GiB with e4m3 in the layers"
     if weights > free:
         raise ConfigError(
             f"{source} does not fit: {takes}, and {where}; use a smaller model, or divide it with "

@@ -22,6 +22,8 @@ from parrot.engine.models.checkpoint import (
     resolve_dtype,
 )
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.fp8 import require_aligned
+from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
@@ -85,10 +87,10 @@ def load_rank(
     dtype = resolve_dtype(config.dtype, device)
     memory = KvMemory(spec, config, block_size, dtype)
     sizes = memory.with_blocks(instance.num_kv_cache_blocks or 1)
-    require_fit(checkpoint.source, spec, sizes, instance, device)
-    # With `auto` in bfloat16 on a CPU, 4-bit weights of the file are multiplied as they are.
-    four_bit = config.dtype == "auto" and device.type == "cpu" and dtype is torch.bfloat16
-    model = load_decoder(checkpoint, dtype, device, four_bit=four_bit, shard=shard)
+    weights = _weights(config, checkpoint, device, dtype)
+    in_e4m3 = weights.in_e4m3(checkpoint.config, device)
+    require_fit(checkpoint.source, spec, sizes, instance, device, in_e4m3=in_e4m3)
+    model = load_decoder(checkpoint, dtype, device, weights=weights, shard=shard)
     unit = None
     if member is not None:
         shared = _shared_memory(config, model, member) if use_triton else None
@@ -219,6 +221,28 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     if reasons:
         logger.warning("attention runs without Triton, slowly: %s", "; ".join(reasons))
     return not reasons
+
+
+def _weights(
+    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
+) -> Weights:
+    """How the matrices of layers are kept.
+
+    Raises `ConfigError` for `dtype: fp8` on a device or with sizes that its kernels do not have."""
+    has_e4m3 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _E4M3
+    if config.dtype == "fp8":
+        if not has_e4m3 or find_spec("triton") is None:
+            raise ConfigError(
+                "`dtype`: fp8 needs Triton and a CUDA device of compute capability 8.9 or later; "
+                "use auto"
+            )
+        require_aligned(checkpoint.plans)
+        return Weights.E4M3
+    if config.dtype != "auto":
+        return Weights.PLAIN
+    # 4-bit weights of GGUF files are multiplied on CPUs, in bfloat16.
+    is_kept = has_e4m3 if device.type == "cuda" else dtype is torch.bfloat16
+    return Weights.KEPT if is_kept else Weights.PLAIN
 
 
 def _is_power_of_two(number: int) -> bool:

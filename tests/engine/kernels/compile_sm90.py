@@ -264,6 +264,7 @@ def linear_variant(
     columns: int = 128,
     silu: bool = False,
     add: bool = False,
+    e4m3: bool = False,
     stages: int = 4,
     warps: int = 4,
 ) -> dict[str, Any]:
@@ -271,6 +272,7 @@ def linear_variant(
 
     pointers = {"x_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16"}
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "SILU": silu, "ADD": add}
+    pointers, constants = with_codes(pointers, constants, e4m3=e4m3)
     added = {"residual_ptr": "*bf16", "gain_ptr": "*bf16", "squares_out_ptr": "*fp32"}
     if add:
         pointers |= added
@@ -287,6 +289,25 @@ def linear_variant(
         divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )
+
+
+def with_codes(
+    pointers: dict[str, str], constants: dict[str, Any], *, e4m3: bool, measures: bool = True
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The arguments of products, for weights in bfloat16 or in e4m3.
+
+    `measures`: maxima are read and written."""
+    types = {"scales_ptr": "*fp32"}
+    others = ("maxima_ptr", "maxima_out_ptr")
+    if e4m3 and measures:
+        types |= dict.fromkeys(others, "*i32")
+    elif e4m3:
+        constants |= dict.fromkeys(others)
+    if not e4m3:
+        unused = dict.fromkeys(("scales_ptr", *others))
+        return pointers, constants | unused | {"E4M3": False, "MAXIMA": 0}
+    constants |= {"E4M3": True, "MAXIMA": 64 if measures else 0}
+    return pointers | types | {"weight_ptr": "*fp8e4nv"}, constants
 
 
 def sum_few_variant(*, kind: str = "bf16", splits: int = 2, warps: int = 8) -> dict[str, Any]:
@@ -351,6 +372,7 @@ def row_variant(
     outputs: int = 4,
     silu: bool = False,
     rows: int = 1,
+    e4m3: bool = False,
     warps: int = 8,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.linear.row_kernels import row_linear_kernel
@@ -361,6 +383,7 @@ def row_variant(
     )
     constants |= {"N": num_out, "K": size, "ROWS": rows, "BN": outputs, "BIAS": False, "ADD": False}
     constants |= {"BK": triton.next_power_of_2(size), "PARTS": 128, "SILU": silu, "DEPENDENT": True}
+    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, measures=False)
     return compile_kernel(
         row_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
@@ -370,8 +393,21 @@ def row_variant(
     )
 
 
+def codes_variant(*, size: int = 14336, warps: int = 8) -> dict[str, Any]:
+    from parrot.engine.kernels.row_codes import row_codes_kernel
+
+    pointers = {"x_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
+    return compile_kernel(
+        row_codes_kernel,
+        {**pointers, "stride_x": "i32"},
+        {"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
+        divisible=(*pointers, "stride_x"),
+        num_warps=warps,
+    )
+
+
 def qkv_variant(
-    *, rows: int = 32, outputs: int = 64, warps: int = 4, matrix: bool = True
+    *, rows: int = 32, outputs: int = 64, warps: int = 4, matrix: bool = True, e4m3: bool = False
 ) -> dict[str, Any]:
     from parrot.engine.kernels.linear.matrix_kernels import few_rows_qkv_kernel
     from parrot.engine.kernels.linear.row_kernels import row_qkv_kernel
@@ -385,10 +421,14 @@ def qkv_variant(
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     shape = {"K": 4096, "H": 32, "HKV": 8, "D": 128, "PAGE": 64, "PARTS": 80}
     tile = {"BM": rows, "BK": 128, "STAGES": 4} if matrix else {"ROWS": rows, "BK": 4096}
+    constants = {**shape, **tile, "BN": outputs, "bias_ptr": None, "BIAS": False, "DEPENDENT": True}
+    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, measures=matrix)
+    for unknown in (pointers, constants):
+        unknown.pop("maxima_out_ptr", None)
     return compile_kernel(
         few_rows_qkv_kernel if matrix else row_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
-        {**shape, **tile, "BN": outputs, "bias_ptr": None, "BIAS": False, "DEPENDENT": True},
+        constants,
         divisible=(*pointers, "stride_x", "stride_page"),
         num_warps=warps,
     )
@@ -486,6 +526,7 @@ VARIANTS = {
     "block copy": block_copy_variant,
     "linear": linear_variant,
     "row": row_variant,
+    "codes": codes_variant,
     "sum few": sum_few_variant,
     "sum": sum_variant,
     "exchange": exchange_variant,

@@ -18,6 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 MAX_SHARED_BYTES = 227 * 1024
 QUANTISED = {"kernel": "attention", "quantised": True}
+E4M3 = {"e4m3": True}
+ROW = {"matrix": False, **E4M3}
 LOCAL = {"window": 512, "softcap": 72.1}
 FILL = {"tiles": True, "own": True}
 LARGE = {"kernel": "attention", "dim": 256, "keys": 32, "warps": 8, **LOCAL}
@@ -77,6 +79,17 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one row": {"kernel": "row"},
     "one row with silu": {"kernel": "row", "num_out": 14336, "outputs": 2, "silu": True},
     "one row of many inputs": {"kernel": "row", "size": 14336, "outputs": 2},
+    "linear in e4m3": {"kernel": "linear", "columns": 256, "stages": 6, **E4M3},
+    "linear in e4m3 with silu": {"kernel": "linear", "outputs": 128, "silu": True, **E4M3},
+    "linear in e4m3 and residual": {"kernel": "linear", "add": True, "stages": 6, **E4M3},
+    "linear in e4m3 of 64 rows": {"kernel": "linear", "rows": 64, "outputs": 128, **E4M3},
+    "linear in e4m3 of short outputs": {"kernel": "linear", "outputs": 16, "columns": 512, **E4M3},
+    "qkv in e4m3": {"kernel": "qkv", **E4M3},
+    "qkv of one row in e4m3": {"kernel": "qkv", "rows": 1, "outputs": 8, "warps": 8, **ROW},
+    "row codes": {"kernel": "codes"},
+    "one row in e4m3": {"kernel": "row", "outputs": 8, **E4M3},
+    "one row in e4m3 with silu": {"kernel": "row", "silu": True, **E4M3},
+    "one row in e4m3 of many inputs": {"kernel": "row", "size": 14336, "outputs": 2, **E4M3},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},
     "two rows": {"kernel": "row", "size": 1024, "outputs": 16, "rows": 2, "warps": 4},
     "two rows with silu": {

@@ -11,6 +11,7 @@ from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
 from parrot.engine.models.layers import FourBitLinear
+from parrot.engine.models.packed import Weights
 
 CPU = torch.device("cpu")
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "F16", "F32")]
@@ -96,7 +97,7 @@ def test_the_embedded_model_says_the_same_with_four_bits() -> None:
     checkpoint = open_checkpoint("embedded")
     exact = load_decoder(checkpoint, torch.float32, CPU)
     rounded = load_decoder(checkpoint, torch.bfloat16, CPU)
-    packed = load_decoder(checkpoint, torch.bfloat16, CPU, four_bit=True)
+    packed = load_decoder(checkpoint, torch.bfloat16, CPU, weights=Weights.KEPT)
     assert all(isinstance(x, FourBitLinear) for layer in packed.layers for x in layer.linears)
     assert packed.num_bytes < 1.3 * rounded.num_bytes
     divergences: dict[str, list[float]] = {"rounded": [], "packed": []}

@@ -79,8 +79,8 @@ def test_parts_put_together_are_the_tensors(kind: str) -> None:
         whole = checkpoint.take(name)
         taken = [checkpoint.take(name, part=part) for part in parts]
         assert torch.equal(whole, taken[0] if dim is None else torch.cat(taken, dim))
-        if dim is not None and (matrix := checkpoint.take_four_bit(name)) is not None:
-            packed = [checkpoint.take_four_bit(name, part) for part in parts]
+        if dim is not None and (matrix := checkpoint.take_packed(name, CPU)) is not None:
+            packed = [checkpoint.take_packed(name, CPU, part) for part in parts]
             numbers = [m.numbers() for m in packed if m is not None]
             assert torch.equal(matrix.numbers(), torch.cat(numbers, dim))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 import random
 from array import array
 from collections import Counter
@@ -34,9 +35,10 @@ from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.kernels.linear import products
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models import decoder
-from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.layers import PlainLinear
+from parrot.engine.models.packed import Weights
 from parrot.engine.runner import step_computer as token_choice
 from parrot.engine.runner import step_computer as warm_up
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
@@ -96,12 +98,14 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
 
     @functools.cache
     def load(family: str) -> Decoder:
-        path = make_tiny_model(folder / family, family, overrides=OVERRIDES[family])
+        name = family.removesuffix(" in e4m3")
+        path = make_tiny_model(folder / family, name, overrides=OVERRIDES[name])
         checkpoint = open_checkpoint(str(path))
         cpu = torch.device("cpu")
+        weights = Weights.PLAIN if name == family else Weights.E4M3
         with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
             patch.setattr(decoder, "make_linear", PlainLinear)
-            return Decoder(checkpoint.spec, checkpoint.take, torch.float32, cpu)
+            return load_decoder(checkpoint, torch.float32, cpu, weights=weights)
 
     return load
 
@@ -143,8 +147,13 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(250) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("family", OVERRIDES)
-@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize(
+    ("family", "quantised"),
+    [
+        *itertools.product(OVERRIDES, (False, True)),
+        *((f"{family} in e4m3", False) for family in ("llama", "gemma3")),
+    ],
+)
 def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:
     """Prompts at once and in chunks; one sequence takes the path of a batch of one."""
     prompts = random_prompts(5, 35, 17)

@@ -5,12 +5,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from parrot.engine.kernels.e4m3 import bits_of, float8_of, inverse_of, power_of
 from parrot.engine.kernels.linear.parts import (
     add_to_residual,
     gated,
     head_and_outputs,
     places,
     rotate_and_store,
+    row_exponents,
 )
 
 
@@ -25,8 +27,39 @@ def _load_weight(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _load_bias(at, inside):
+def _load_column(at, inside):
+    """A number for each output, float32 [BN, 1]."""
     return tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def _load_scale(at, inside, E4M3: tl.constexpr):
+    """The scales of outputs, float32 [BN, 1]; 1 without E4M3."""
+    scale = tl.full([inside.shape[0], 1], 1.0, tl.float32)
+    if E4M3:
+        scale = _load_column(at, inside)
+    return scale
+
+
+@triton.jit
+def _powers(
+    x_row_at,
+    maxima_ptr,
+    member,
+    live,
+    K: tl.constexpr,
+    BM: tl.constexpr,
+    MAXIMA: tl.constexpr,
+    E4M3: tl.constexpr,
+):
+    """The power of two of each row in e4m3, as its inverse and itself; 1 without E4M3."""
+    inverse = tl.full([BM], 1.0, tl.float32)
+    power = tl.full([BM], 1.0, tl.float32)
+    if E4M3:
+        exponent = row_exponents(x_row_at, maxima_ptr, member, live, K, BM, MAXIMA)
+        inverse = inverse_of(exponent)
+        power = power_of(exponent)
+    return inverse, power
 
 
 @triton.jit
@@ -43,6 +76,7 @@ def _products(
     x_row_at,
     inside,
     live,
+    inverse,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -50,8 +84,12 @@ def _products(
     STAGES: tl.constexpr,
     BOTH: tl.constexpr,
     ALL_INSIDE: tl.constexpr,
+    E4M3: tl.constexpr,
 ):
-    """BN rows of weights times BM rows of x, float32 [BN, BM]. BOTH: the same for BN other rows."""
+    """BN rows of weights times BM rows of x, float32 [BN, BM].
+
+    BOTH  the same for BN other rows
+    E4M3  rows of x times `inverse` are rounded to e4m3, the type of the weights"""
     # The weights are the tall operand of the tensor core, so few rows of x waste little of it.
     result = tl.zeros([BN, BM], dtype=tl.float32)
     other = tl.zeros([BN, BM], dtype=tl.float32)
@@ -60,6 +98,8 @@ def _products(
     for first in tl.range(0, K, BK, num_stages=STAGES):
         column = first + offset
         x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
+        if E4M3:
+            x = float8_of(x.to(tl.float32) * inverse[:, None])
         tile = inside[:, None] & (column < K)
         weight = _load_weight(row_at + column, tile, whole)
         result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
@@ -79,6 +119,9 @@ def few_rows_linear_kernel(
     residual_ptr,
     gain_ptr,
     squares_out_ptr,
+    scales_ptr,
+    maxima_ptr,
+    maxima_out_ptr,
     eps,
     num_rows,
     stride_x,
@@ -93,6 +136,8 @@ def few_rows_linear_kernel(
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
+    E4M3: tl.constexpr,
+    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (block of BN outputs, split of SPLIT inputs): out = x weight^T (+ bias) for up to BM
@@ -101,6 +146,9 @@ def few_rows_linear_kernel(
     PARTS      divide x by its root mean square first; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
+    E4M3       weights are e4m3 times scales [N or 2 N], and rows of x are rounded to e4m3; with
+               SILU or ADD, maxima_out [rows, programs] for the next product
+    MAXIMA     see `row_exponents`
     DEPENDENT  the previous kernel, which writes all inputs except parameters, may still run"""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
@@ -112,8 +160,11 @@ def few_rows_linear_kernel(
     row_at = weight_ptr + row.to(tl.int64)[:, None] * K + first
     up_row_at = row_at + tl.full([], N, tl.int64) * K
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x + first
+    scale = _load_scale(scales_ptr + row if E4M3 else row, inside, E4M3)
+    up_scale = _load_scale(scales_ptr + N + row if E4M3 else row, inside, E4M3 and SILU)
     if DEPENDENT:
         gdc_wait()
+    inverse, power = _powers(x_row_at - first, maxima_ptr, member, live, K, BM, MAXIMA, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
     if ADD:
@@ -121,18 +172,31 @@ def few_rows_linear_kernel(
         before = tl.load(residual_ptr + place, mask=both, other=0.0)
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
     result, up = _products(
-        row_at, up_row_at, x_row_at, inside, live, SPLIT, BM, BN, BK, STAGES, SILU, N % BN == 0
+        row_at,
+        up_row_at,
+        x_row_at,
+        inside,
+        live,
+        inverse,
+        SPLIT,
+        BM,
+        BN,
+        BK,
+        STAGES,
+        SILU,
+        N % BN == 0,
+        E4M3,
     )
     if DEPENDENT:
         gdc_launch_dependents()
     if PARTS > 0:
-        scale = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-        result *= scale[None, :]
-        up *= scale[None, :]
+        power *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    result *= scale * power[None, :]
+    up *= up_scale * power[None, :]
     if BIAS:
-        result += _load_bias(bias_ptr + row, inside)
+        result += _load_column(bias_ptr + row, inside)
     if BIAS and SILU:
-        up += _load_bias(bias_ptr + N + row, inside)
+        up += _load_column(bias_ptr + N + row, inside)
     kind = out_ptr.dtype.element_ty
     if SILU:
         result = gated(result, up, kind)
@@ -144,6 +208,9 @@ def few_rows_linear_kernel(
     out_ptr += tl.program_id(1) * num_rows * N
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
     tl.store(out_at, result.to(kind), mask=both)
+    if E4M3 and (SILU or ADD):
+        largest = tl.max(tl.where(both, bits_of(result.to(kind).to(tl.float32)), 0), 0)
+        tl.store(maxima_out_ptr + member * tl.num_programs(0) + program, largest, mask=live)
 
 
 @triton.jit
@@ -159,6 +226,8 @@ def few_rows_qkv_kernel(
     cos_sin,
     k_cache,
     v_cache,
+    scales_ptr,
+    maxima_ptr,
     eps,
     num_rows,
     stride_x,
@@ -175,6 +244,8 @@ def few_rows_qkv_kernel(
     STAGES: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
+    E4M3: tl.constexpr,
+    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (head, BN of its D outputs): `few_rows_linear_kernel`, then `rope_and_store_kernel`.
@@ -199,19 +270,22 @@ def few_rows_qkv_kernel(
     )
     row_at = weight_ptr + row.to(tl.int64)[:, None] * K
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    scale = _load_scale(scales_ptr + row if E4M3 else row, inside, E4M3)
     if DEPENDENT:
         gdc_wait()
+    inverse, power = _powers(x_row_at, maxima_ptr, member, live, K, BM, MAXIMA, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)
     result, _ = _products(
-        row_at, row_at, x_row_at, inside, live, K, BM, BN, BK, STAGES, False, True
+        row_at, row_at, x_row_at, inside, live, inverse, K, BM, BN, BK, STAGES, False, True, E4M3
     )
     if DEPENDENT:
         gdc_launch_dependents()
     if PARTS > 0:
-        result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+        power *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    result *= scale * power[None, :]
     if BIAS:
-        result += _load_bias(bias_ptr + row, inside)
+        result += _load_column(bias_ptr + row, inside)
     rotate_and_store(
         result,
         q_ptr,

@@ -17,19 +17,36 @@ class UndividedRows:
     """Rows of an RMS norm before the division by the root mean square.
 
     The next product divides its result. `rows` [tokens, size] are values times the norm's weight.
-    `squares` float32 [tokens, parts] are sums of squares of parts of the values."""
+    `squares` float32 [tokens, parts] are sums of squares of parts of the values. `maxima`: see
+    `MeasuredRows`."""
 
     rows: torch.Tensor
     squares: torch.Tensor
     eps: float
+    maxima: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRows:
+    """Rows [tokens, size] and the largest number of each of their parts.
+
+    `maxima` int32 [tokens, parts] are the bits of the absolute values in float32; None if they are
+    not known."""
+
+    rows: torch.Tensor
+    maxima: torch.Tensor | None
+
+
+Rows = torch.Tensor | UndividedRows | MeasuredRows
 
 
 def few_rows_linear(
-    x: torch.Tensor | UndividedRows,
+    x: Rows,
     weight: torch.Tensor,
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
     """out [rows, n] = x [rows, k] weight^T + bias, with weight [n, k] and up to `FEW_ROWS` rows.
@@ -37,39 +54,56 @@ def few_rows_linear(
     With `silu`, weight is [gate | up] with 2 n rows, and out = silu(gate) * up. With out
     [splits, rows, n], each split gets the product of a part of k; the caller sums them
     (`num_splits`). A row's result does not depend on the number of rows, with one exception: one
-    row, or two rows with small weights, are summed in another order (`Product`)."""
-    assert weight.shape[0] == (2 if silu else 1) * out.shape[-1], (weight.shape, out.shape)
-    rows, squares, eps = _parts(x)
-    _launch(rows, weight, bias, out, silu=silu, squares=squares, eps=eps)
+    row, or two rows with small weights, are summed in another order (`Product`).
+
+    With `scales` float32 [n], weight is e4m3 and is multiplied by them. The rows of x are then
+    rounded to e4m3 with a power of two each."""
+    _launch(x, _Weight(weight, bias, scales), out, silu=silu)
     return out
 
 
+def few_rows_gated(
+    x: Rows,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
+) -> MeasuredRows:
+    """`few_rows_linear` with `silu`, and the maxima that the next product with e4m3 needs."""
+    maxima = _launch(x, _Weight(weight, bias, scales), out, silu=True)
+    return MeasuredRows(out, maxima)
+
+
 def few_rows_add_and_norm(
-    x: torch.Tensor,
+    x: torch.Tensor | MeasuredRows,
     weight: torch.Tensor,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
     *,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> UndividedRows:
     """residual [rows, n] += x weight^T + bias, in place. Returns rms_norm(residual) * norm_weight.
 
-    Does not support float16, in which the residual times the norm's weight may overflow."""
+    `scales`: see `few_rows_linear`. Does not support float16, in which the residual times the
+    norm's weight may overflow."""
     num_rows, num_out = residual.shape
     assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
-    product = Product(num_rows, num_out, x.shape[1], x.dtype)
+    product = Product(num_rows, num_out, weight.shape[1], weight.dtype)
     parts = triton.cdiv(num_out, product.tile()["BN"])
-    squares = torch.empty((num_rows, parts), dtype=torch.float32, device=x.device)
+    squares = torch.empty((num_rows, parts), dtype=torch.float32, device=residual.device)
     rows = torch.empty_like(residual)
-    _launch(x, weight, bias, rows, residual=residual, gain=norm_weight, squares_out=squares)
-    return UndividedRows(rows, squares, eps)
+    added = _Added(residual, norm_weight, squares)
+    maxima = _launch(x, _Weight(weight, bias, scales), rows, added=added)
+    return UndividedRows(rows, squares, eps, maxima)
 
 
 def few_rows_qkv(
-    x: torch.Tensor | UndividedRows,
+    x: Rows,
     weight: torch.Tensor,
     kv: KVView,
     table_rows: torch.Tensor,
@@ -77,20 +111,22 @@ def few_rows_qkv(
     shape: AttentionShape,
     *,
     bias: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`few_rows_linear` and `rope_and_store` in one kernel, for heads that `can_rotate`.
 
     Returns q [rows, heads, dim]. Rows with a negative `table_rows` are not written."""
-    rows, squares, eps = _parts(x)
+    rows, squares, eps, maxima = _parts(x)
     num_rows, size = rows.shape
-    product = _qkv_product(rows, shape)
+    product = _qkv_product(rows, weight, shape)
     assert weight.shape == (product.outputs, size), (weight.shape, shape)
     assert weight.is_contiguous()
     kv.check()
     assert not kv.is_quantised, "an exponent needs a whole head, and programs have parts"
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
-    assert can_rotate(shape, x)
+    assert can_rotate(shape, x, weight)
+    assert (weight.dtype == torch.float8_e4m3fn) == (scales is not None), weight.dtype
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
     kernel = row_qkv_kernel if product.is_row else few_rows_qkv_kernel
     tile = product.tile()
@@ -106,6 +142,8 @@ def few_rows_qkv(
         cos_sin,
         kv.k,
         kv.v,
+        scales,
+        maxima,
         eps,
         num_rows,
         rows.stride(0),
@@ -118,78 +156,105 @@ def few_rows_qkv(
         PAGE=shape.page_size,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
+        E4M3=scales is not None,
+        MAXIMA=0 if maxima is None else maxima.shape[1],
         **tile,
         **early_launch(starts_early(rows.device)),
     )
     return q
 
 
-def _parts(x: torch.Tensor | UndividedRows) -> tuple[torch.Tensor, torch.Tensor | None, float]:
-    return (x.rows, x.squares, x.eps) if isinstance(x, UndividedRows) else (x, None, 0.0)
+def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
+    """Rows, their squares, the norm's eps, and their maxima."""
+    if isinstance(x, UndividedRows):
+        return x.rows, x.squares, x.eps, x.maxima
+    return (x.rows, None, 0.0, x.maxima) if isinstance(x, MeasuredRows) else (x, None, 0.0, None)
 
 
-def can_rotate(shape: AttentionShape, x: torch.Tensor | UndividedRows) -> bool:
+def can_rotate(shape: AttentionShape, x: Rows, weight: torch.Tensor) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
-    rows, _, _ = _parts(x)
-    return len(rows) <= FEW_ROWS and shape.head_dim % _qkv_product(rows, shape).tile()["BN"] == 0
+    rows, *_ = _parts(x)
+    if len(rows) > FEW_ROWS:
+        return False
+    return shape.head_dim % _qkv_product(rows, weight, shape).tile()["BN"] == 0
 
 
-def _qkv_product(rows: torch.Tensor, shape: AttentionShape) -> Product:
+def _qkv_product(rows: torch.Tensor, weight: torch.Tensor, shape: AttentionShape) -> Product:
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return Product(len(rows), num_out, rows.shape[1], rows.dtype)
+    return Product(len(rows), num_out, rows.shape[1], weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    numbers: torch.Tensor
+    bias: torch.Tensor | None
+    scales: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """The residual that a product is added to, and the norm of the sum."""
+
+    residual: torch.Tensor
+    gain: torch.Tensor
+    squares: torch.Tensor  # Output.
 
 
 def _launch(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    *,
-    silu: bool = False,
-    squares: torch.Tensor | None = None,
-    eps: float = 0.0,
-    residual: torch.Tensor | None = None,
-    gain: torch.Tensor | None = None,
-    squares_out: torch.Tensor | None = None,
-) -> None:
-    (num_rows, num_out), size = out.shape[-2:], x.shape[1]
+    x: Rows, weight: _Weight, out: torch.Tensor, *, silu: bool = False, added: _Added | None = None
+) -> torch.Tensor | None:
+    """Returns the maxima of out, if the kernel finds them (`MeasuredRows`)."""
+    rows, squares, eps, maxima = _parts(x)
+    numbers, bias, scales = weight.numbers, weight.bias, weight.scales
+    (num_rows, num_out), size = out.shape[-2:], rows.shape[1]
     splits = out.numel() // (num_rows * num_out)
-    assert len(x) == num_rows <= FEW_ROWS, (x.shape, out.shape)
+    assert len(rows) == num_rows <= FEW_ROWS, (rows.shape, out.shape)
     assert splits == 1 or (bias is None and not silu and squares is None), "parts of a product"
-    assert weight.shape[1] == size, (weight.shape, x.shape)
-    assert weight.is_contiguous()
+    assert numbers.shape == ((2 if silu else 1) * num_out, size), (numbers.shape, out.shape)
+    assert (numbers.dtype == torch.float8_e4m3fn) == (scales is not None), numbers.dtype
+    assert numbers.is_contiguous()
     assert out.is_contiguous()
-    assert x.stride(1) == 1
-    product = Product(num_rows, num_out, size, x.dtype, silu)
+    assert rows.stride(1) == 1
+    product = Product(num_rows, num_out, size, numbers.dtype, silu)
+    maxima_out = None
     if splits == 1 and product.is_row:
         kernel, tile = row_linear_kernel, product.row_tile()
     else:
         kernel, tile = few_rows_linear_kernel, product.matrix_tile()
         tile["SPLIT"] = size // splits
         assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
+        if scales is not None and (silu or added is not None):
+            parts = triton.cdiv(num_out, tile["BN"])
+            maxima_out = torch.empty((num_rows, parts), dtype=torch.int32, device=out.device)
     kernel[(triton.cdiv(num_out, tile["BN"]), splits)](
-        x,
-        weight,
+        rows,
+        numbers,
         bias,
         out,
         squares,
-        residual,
-        gain,
-        squares_out,
+        None if added is None else added.residual,
+        None if added is None else added.gain,
+        None if added is None else added.squares,
+        scales,
+        maxima,
+        maxima_out,
         eps,
         num_rows,
-        x.stride(0),
+        rows.stride(0),
         N=num_out,
         K=size,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         SILU=silu,
-        ADD=residual is not None,
+        ADD=added is not None,
+        E4M3=scales is not None,
+        MAXIMA=0 if maxima is None else maxima.shape[1],
         **tile,
-        **early_launch(starts_early(x.device)),
+        **early_launch(starts_early(rows.device)),
     )
+    return maxima_out
 
 
 def num_splits(x: torch.Tensor, weight: torch.Tensor) -> int:
     """The best number of splits of k for a product (`Product.num_splits`)."""
-    return Product(len(x), len(weight), x.shape[1], x.dtype).num_splits
+    return Product(len(x), len(weight), weight.shape[1], weight.dtype).num_splits

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from parrot.engine.kernels.e4m3 import bits_of, exponent_of, float8_of, inverse_of, power_of
 from parrot.engine.kernels.linear.parts import (
     add_to_residual,
     gated,
@@ -19,18 +20,33 @@ from parrot.engine.kernels.linear.parts import (
 
 
 @triton.jit
-def _fetch_rows(at, tile, bias_at, inside, BIAS: tl.constexpr):
-    """Load rows of weights, which are read once, and their biases."""
+def _fetch_rows(at, tile, bias_at, scale_at, inside, BIAS: tl.constexpr, E4M3: tl.constexpr):
+    """Load rows of weights, which are read once, their biases and their scales."""
     weight = tl.load(at, mask=tile, other=0.0, eviction_policy="evict_first")
     bias = inside.to(tl.float32) * 0.0
+    scale = bias + 1.0
     if BIAS:
         bias = tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)
-    return weight, bias
+    if E4M3:
+        scale = tl.load(scale_at, mask=inside, other=0.0)
+    return weight, bias, scale
 
 
 @triton.jit
-def _row_sums(weight, bias, x, scale):
-    return tl.sum(weight.to(tl.float32) * x[None, :], 1) * scale + bias
+def _load_x(at, inside, E4M3: tl.constexpr):
+    """A row of x in float32. E4M3: rounded to e4m3, and the power of two to multiply it with."""
+    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    power = tl.full([], 1.0, tl.float32)
+    if E4M3:
+        exponent = exponent_of(tl.max(bits_of(x), 0))
+        x = float8_of(x * inverse_of(exponent)).to(tl.float32)
+        power = power_of(exponent)
+    return x, power
+
+
+@triton.jit
+def _row_sums(weight, bias, scale, x, factor):
+    return tl.sum(weight.to(tl.float32) * x[None, :], 1) * (scale * factor) + bias
 
 
 @triton.jit
@@ -50,6 +66,9 @@ def row_linear_kernel(
     residual_ptr,
     gain_ptr,
     squares_out_ptr,
+    scales_ptr,
+    maxima_ptr,
+    maxima_out_ptr,
     eps,
     num_rows,
     stride_x,
@@ -62,9 +81,13 @@ def row_linear_kernel(
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
     ADD: tl.constexpr,
+    E4M3: tl.constexpr,
+    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """`few_rows_linear_kernel` for ROWS rows (= `num_rows`). BK is the next power of two of K."""
+    """`few_rows_linear_kernel` for ROWS rows (= `num_rows`). BK is the next power of two of K.
+
+    The maxima are neither read nor written, because every program has whole rows of x."""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     column = tl.arange(0, BK)
@@ -73,27 +96,31 @@ def row_linear_kernel(
     tile = inside[:, None] & (column < K)[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
-    weight, bias = _fetch_rows(at, tile, bias_ptr + row if BIAS else at, inside, BIAS)
+    bias_at = bias_ptr + row if BIAS else at
+    scale_at = scales_ptr + row if E4M3 else at
+    weight, bias, scale = _fetch_rows(at, tile, bias_at, scale_at, inside, BIAS, E4M3)
     if SILU:
         up_at = at + tl.full([], N, tl.int64) * K
-        up_bias_at = bias_ptr + N + row if BIAS else at
-        up_weight, up_bias = _fetch_rows(up_at, tile, up_bias_at, inside, BIAS)
+        up_bias_at = bias_at + N if BIAS else at
+        up_scale_at = scale_at + N if E4M3 else at
+        up_weight, up_bias, up_scale = _fetch_rows(
+            up_at, tile, up_bias_at, up_scale_at, inside, BIAS, E4M3
+        )
     if ADD:
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0).to(tl.float32)
     if DEPENDENT:
         gdc_wait()
     kind = out_ptr.dtype.element_ty
     for member in tl.range(0, ROWS, num_stages=1):
-        x = tl.load(x_ptr + member * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
+        x, factor = _load_x(x_ptr + member * stride_x + column, column < K, E4M3)
         place = member * N + row
         if ADD:
             before = tl.load(residual_ptr + place, mask=inside, other=0.0)
-        scale = 1.0
         if PARTS > 0:
-            scale = _row_scale(squares_ptr, member, eps, K, PARTS)
-        result = _row_sums(weight, bias, x, scale)
+            factor *= _row_scale(squares_ptr, member, eps, K, PARTS)
+        result = _row_sums(weight, bias, scale, x, factor)
         if SILU:
-            result = gated(result, _row_sums(up_weight, up_bias, x, scale), kind)
+            result = gated(result, _row_sums(up_weight, up_bias, up_scale, x, factor), kind)
         if ADD:
             result, parts = add_to_residual(result, before, residual_ptr + place, inside, kind)
             part_squares = tl.sum(parts, 0)
@@ -115,6 +142,8 @@ def row_qkv_kernel(
     cos_sin,
     k_cache,
     v_cache,
+    scales_ptr,
+    maxima_ptr,
     eps,
     num_rows,
     stride_x,
@@ -130,6 +159,8 @@ def row_qkv_kernel(
     BK: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
+    E4M3: tl.constexpr,
+    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`few_rows_qkv_kernel` for ROWS rows (= `num_rows`), computed like `row_linear_kernel`."""
@@ -141,7 +172,9 @@ def row_qkv_kernel(
     tile = inside[:, None] & (column < K)[None, :]
     if DEPENDENT:
         gdc_launch_dependents()
-    weight, bias = _fetch_rows(at, tile, bias_ptr + row if BIAS else at, inside, BIAS)
+    bias_at = bias_ptr + row if BIAS else at
+    scale_at = scales_ptr + row if E4M3 else at
+    weight, bias, scale = _fetch_rows(at, tile, bias_at, scale_at, inside, BIAS, E4M3)
     placed, place, cos, sin = places(
         member,
         member >= 0,
@@ -159,11 +192,10 @@ def row_qkv_kernel(
         gdc_wait()
     result = tl.zeros([BN, ROWS], dtype=tl.float32)
     for index in tl.static_range(ROWS):
-        x = tl.load(x_ptr + index * stride_x + column, mask=column < K, other=0.0).to(tl.float32)
-        scale = 1.0
+        x, factor = _load_x(x_ptr + index * stride_x + column, column < K, E4M3)
         if PARTS > 0:
-            scale = _row_scale(squares_ptr, index, eps, K, PARTS)
-        sums = _row_sums(weight, bias, x, scale)
+            factor *= _row_scale(squares_ptr, index, eps, K, PARTS)
+        sums = _row_sums(weight, bias, scale, x, factor)
         result = tl.where((member == index)[None, :], sums[:, None], result)
     rotate_and_store(
         result,

@@ -18,12 +18,15 @@ _SOME_OUTPUTS = 3072  # From this number of outputs on, tiles of 64 outputs are 
 _MANY_OUTPUTS = 4096  # From this number of outputs on, wide tiles occupy a GPU.
 _FEW_PROGRAMS = 96  # A product with at most this number of programs may be split in two.
 _MIN_DOT = 16  # Smallest dimension of an operand of the tensor core.
+_MIN_DOT_BYTES = 32  # Fewest bytes of inputs of an operand.
 _HALF = FEW_ROWS // 2
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
     """The shape of a product of rows [rows, inputs] and weights [outputs, inputs] of type `dtype`.
+
+    With weights in e4m3, the rows are of another type, and are rounded to e4m3 in the kernel.
 
     With `silu`, the weights of gate and up are [2 outputs, inputs]."""
 
@@ -71,14 +74,17 @@ class Product:
         # Few outputs need narrow tiles, so that there are enough programs. With fewer programs,
         # each program must have more bytes of weights in flight.
         choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
+        if self.dtype == torch.float8_e4m3fn:
+            choose = _e4m3_tile_of_32 if self.rows <= _HALF else _e4m3_tile_of_64
         outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
         # float32 takes twice the bytes and does not use the tensor core. Larger tiles do not fit.
         if self.dtype == torch.float32:
             columns //= 4
+        least = max(_MIN_DOT, _MIN_DOT_BYTES // self.dtype.itemsize)
         return {
             "BM": max(_MIN_DOT, triton.next_power_of_2(self.rows)),
             "BN": outputs,
-            "BK": min(columns, max(_MIN_DOT, triton.next_power_of_2(self.inputs))),
+            "BK": min(columns, max(least, triton.next_power_of_2(self.inputs))),
             "STAGES": stages,
             "num_warps": warps,
         }
@@ -102,3 +108,22 @@ def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
     if silu:
         return 64, 64, (4 if num_out > 2 * _MANY_OUTPUTS else 6), 4
     return (128, 128, 4, 8) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
+
+
+def _e4m3_tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
+    """`_tile_of_32` for weights in e4m3."""
+    # Products of e4m3 need 64 outputs per program to use the matrix unit of four warps.
+    if num_out < _SOME_OUTPUTS:
+        return (32, 256, 4, 2) if silu else (16, 512, 4, 2)
+    if silu:
+        return (128, 128, 4, 4) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
+    return 64, 256, 6, 4
+
+
+def _e4m3_tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
+    """`_tile_of_64` for weights in e4m3."""
+    if num_out < _SOME_OUTPUTS:
+        return (32, 128, 4, 4) if silu else (16, 256, 5, 4)
+    if silu:
+        return 128, 128, 4, 4
+    return (128, 128, 4, 4) if num_out > _MANY_OUTPUTS else (64, 128, 6, 4)

@@ -6,6 +6,7 @@ the module of the loaded architecture is imported."""
 from importlib import import_module
 from typing import NamedTuple
 
+from parrot.engine.models.quantisation import require_readable
 from parrot.engine.models.spec import DecoderSpec, HFConfig
 from parrot.utils.config import ConfigError
 
@@ -88,10 +89,9 @@ def spec_from_config(config: HFConfig, source: str) -> DecoderSpec:
     found = ARCHITECTURES.get(name) if isinstance(name, str) else None
     if found is None:
         raise ConfigError(f"{source}: {_refusal(str(name))}")
-    if config.get("quantization_config"):
-        raise ConfigError(f"{source}: quantized safetensors are not supported; use a GGUF file")
     module, _, function = found.build.partition(".")
     try:
+        require_readable(config)
         spec: DecoderSpec = getattr(import_module(f"{__name__}.{module}"), function)(config)
     except KeyError as error:
         raise ConfigError(f"{source}: config.json has no {error.args[0]!r}") from None

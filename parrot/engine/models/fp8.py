@@ -1,0 +1,105 @@
+"""Weights in e4m3: one byte per number, and a factor per output.
+
+Rows of activations are rounded to e4m3 as well, with a power of two each
+(`attention.quantised.quantise`). Products of few and of many rows compute the same function, so an
+output does not depend on how its prompt was cut. The factors of a checkpoint are any float32
+numbers. Weights that are rounded here get powers of two, so their numbers are exact in bfloat16."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from parrot.engine.attention.quantised import quantise
+from parrot.engine.models.tensors import TensorPlan, is_matrix
+from parrot.utils.config import ConfigError
+
+ALIGNMENT = 16  # The matrix products on a GPU need inputs and outputs in multiples of this.
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Matrix:
+    """A matrix whose number [r, c] is codes[r, c] * scales[r].
+
+    `codes` e4m3 [outputs, inputs]; `scales` float32 [outputs]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor) -> "Fp8Matrix":
+        """Round each row to e4m3 with a power of two."""
+        codes, powers = _rounded(numbers)
+        return cls(codes, powers.squeeze(1))
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Fp8Matrix]") -> "Fp8Matrix":
+        """Concatenate the rows of all parts."""
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+        return cls(codes.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
+
+    def numbers(self) -> torch.Tensor:
+        """The numbers, float32 [outputs, inputs]."""
+        return self.codes.float().mul_(self.scales.unsqueeze(1))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.codes.numel() + 4 * self.scales.numel()
+
+
+class Fp8Linear:
+    """`layers.Linear` with a weight in e4m3."""
+
+    def __init__(self, matrix: Fp8Matrix, bias: torch.Tensor | None) -> None:
+        self.matrix = matrix
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        out = fp8_product(x, self.matrix.codes, self.matrix.scales, self.bias)
+        return out if residual is None else out.add_(residual)
+
+
+def fp8_product(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [rows, inputs] in e4m3 times the weight, plus bias, in the type of x [rows, outputs]."""
+    rows, powers = row_codes(x)
+    if x.device.type == "cpu":
+        product = rows.float() @ codes.float().t()
+        product = product.mul_(powers).mul_(scales)
+        return (product if bias is None else product.add_(bias)).to(x.dtype)
+    return torch._scaled_mm(
+        rows,
+        codes.t(),
+        powers,
+        scales.unsqueeze(0),
+        bias,
+        out_dtype=x.dtype,
+        use_fast_accum=True,  # Sums of 14 bits, whose error is far below that of e4m3.
+    )
+
+
+def row_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [rows, size] -> e4m3 [rows, size] and powers of two, float32 [rows, 1]."""
+    if x.device.type != "cpu":
+        from parrot.engine.kernels.row_codes import row_codes as on_device  # Imports Triton.
+
+        return on_device(x)
+    return _rounded(x)
+
+
+def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, exponents = quantise(x)
+    powers = (exponents.to(torch.int32) << 23).view(torch.float32)
+    return codes.view(torch.float8_e4m3fn), powers.unsqueeze(1)
+
+
+def require_aligned(plans: Mapping[str, TensorPlan]) -> None:
+    """Raise `ConfigError` if the products of a GPU cannot have one of the matrices of layers."""
+    for name in filter(is_matrix, plans):
+        shape = plans[name].shape
+        if any(size % ALIGNMENT for size in shape):
+            raise ConfigError(
+                f"`dtype`: fp8 needs matrices with sizes in multiples of {ALIGNMENT}, and {name} "
+                f"is {list(shape)}; use auto"
+            )

@@ -1,0 +1,168 @@
+"""Products with weights in e4m3 in Triton's interpreter, against float64 of the same numbers."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.kernels import fused_kernels
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.fused import rope_and_store
+from parrot.engine.kernels.launch import KVView
+from parrot.engine.kernels.linear.products import (
+    MeasuredRows,
+    Rows,
+    UndividedRows,
+    few_rows_add_and_norm,
+    few_rows_gated,
+    few_rows_linear,
+    few_rows_qkv,
+)
+from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.row_codes import row_codes as row_codes_on_device
+from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
+from tests.support.kernel_cases import relative_error, rms_norm_reference
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
+    reason="the kernels were imported for a device; tests/gpu runs these cases",
+)
+
+
+def numbers_of(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3 with a power of two per row, float64."""
+    codes, powers = row_codes(x)
+    return codes.double() * powers.double()
+
+
+def matrix(outputs: int, inputs: int, generator: torch.Generator) -> Fp8Matrix:
+    """Random weights whose factors are no powers of two."""
+    found = Fp8Matrix.of(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
+    return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, generator=generator) + 0.5))
+
+
+def test_rows_are_rounded_to_the_same_bits_as_in_torch() -> None:
+    x = torch.randn(40, 300) * torch.exp2(torch.randint(-40, 40, (40, 300)).float())
+    x[3] = 0
+    x[4, :] = x[4].clamp(-1e-30, 1e-30)
+    codes, powers = row_codes_on_device(x)
+    expected, expected_powers = row_codes(x)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(powers, expected_powers)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "size", "silu", "with_bias"),
+    [
+        *((rows, 8, 64, rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
+        *((rows, 21, 1500, rows % 2 == 0, False) for rows in (1, 2, 17, FEW_ROWS)),
+        (17, 4100, 40, False, True),  # wide tiles
+        (FEW_ROWS, 4100, 40, False, False),
+        (3, 4100, 300, True, True),
+    ],
+)
+def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(size)
+    weight = matrix(2 * num_out if silu else num_out, size, generator)
+    x = torch.randn(num_rows, size, generator=generator)
+    bias = torch.randn(len(weight.codes), generator=generator) if with_bias else None
+    out = torch.full((num_rows, num_out), float("nan"))
+    few_rows_linear(x, weight.codes, out, bias=bias, scales=weight.scales, silu=silu)
+    whole = numbers_of(x) @ weight.numbers().double().T
+    if bias is not None:
+        whole += bias.double()
+    expected = whole
+    if silu:
+        gate, up = whole.split(num_out, dim=1)
+        expected = F.silu(gate) * up
+    assert relative_error(out, expected) < 1e-5
+    many = fp8_product(x, weight.codes, weight.scales, bias)
+    assert relative_error(many, whole) < 1e-5, "few and many rows compute the same function"
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, x = matrix(64, 4096, generator), torch.randn(num_rows, 4096, generator=generator)
+    x[:, 3000] *= 100
+    parts = torch.full((2, num_rows, 64), float("nan"))
+    few_rows_linear(x, weight.codes, parts, scales=weight.scales)
+    expected = numbers_of(x)[:, :2048] @ weight.numbers().double()[:, :2048].T
+    assert relative_error(parts[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 20, FEW_ROWS])
+def test_a_layer_of_products(num_rows: int) -> None:
+    """Each product measures its rows for the next one, which rounds them."""
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden, inner = 96, 200
+    gate_up, down = matrix(2 * inner, hidden, generator), matrix(hidden, inner, generator)
+    following = matrix(42, hidden, generator)
+    x, residual = torch.randn(2, num_rows, hidden, generator=generator)
+    gain, before = torch.rand(hidden, generator=generator) + 0.5, residual.double()
+
+    out = torch.full((num_rows, inner), float("nan"))
+    middle = few_rows_gated(x, gate_up.codes, out, scales=gate_up.scales)
+    _assert_measured(middle, middle.rows)
+    normed = few_rows_add_and_norm(middle, down.codes, residual, gain, 1e-5, scales=down.scales)
+    _assert_measured(normed, normed.rows)
+    last = torch.full((num_rows, 42), float("nan"))
+    few_rows_linear(normed, following.codes, last, scales=following.scales)
+
+    gate, up = (numbers_of(x) @ gate_up.numbers().double().T).split(inner, dim=1)
+    assert relative_error(middle.rows, F.silu(gate) * up) < 1e-5
+    total = before + numbers_of(middle.rows) @ down.numbers().double().T
+    assert relative_error(residual, total) < 1e-5
+    root = rms_norm_reference(residual, torch.ones(hidden), 1e-5) / residual.double()
+    expected = numbers_of(normed.rows) @ following.numbers().double().T * root[:, :1]
+    assert relative_error(last, expected) < 1e-5
+
+
+def _assert_measured(x: UndividedRows | MeasuredRows, rows: torch.Tensor) -> None:
+    if Product(len(rows), 64, 64, torch.float8_e4m3fn).is_row:
+        assert x.maxima is None, "programs have whole rows of x"
+        return
+    assert x.maxima is not None
+    assert torch.equal(x.maxima.amax(1).view(torch.float32), rows.abs().amax(1))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 50])
+@pytest.mark.parametrize("undivided", [False, True])
+def test_qkv(num_rows: int, undivided: bool) -> None:
+    heads, kv_heads, dim, page, size = 3, 1, 64, 16, 40
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    generator = torch.Generator().manual_seed(num_rows)
+    weight = matrix((heads + 2 * kv_heads) * dim, size, generator)
+    x = torch.randn(num_rows, size, generator=generator)
+    squares = torch.rand(num_rows, 3, generator=generator) + 0.1
+    maxima = x.abs().view(num_rows, 2, 20).amax(2).view(torch.int32)
+    read: Rows = UndividedRows(x, squares, 1e-5, maxima) if undivided else x
+    positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
+    table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
+    tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
+    cos_sin = torch.rand(64, dim, generator=generator)
+
+    caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
+    kv = KVView(caches[0], caches[1], tables, positions)
+    q = few_rows_qkv(read, weight.codes, kv, table_rows, cos_sin, shape, scales=weight.scales)
+    qkv = numbers_of(x) @ weight.numbers().double().T
+    if undivided:
+        qkv *= (squares.sum(1, keepdim=True).double() / size + 1e-5).rsqrt()
+    kv = KVView(caches[2], caches[3], tables, positions)
+    expected, _ = rope_and_store(qkv.float(), kv, table_rows, cos_sin, shape)
+    assert relative_error(q, expected.double()) < 1e-5
+    for ours, theirs in ((caches[0], caches[2]), (caches[1], caches[3])):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
+    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
+        for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
+            tile = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu).matrix_tile()
+            row_bytes = tile["BN"] * (2 if silu else 1) + 2 * tile["BM"]  # x is in bfloat16
+            moved = row_bytes * tile["BK"] * tile["STAGES"] + tile["BM"] * tile["BK"]
+            assert moved <= 227 * 1024, (num_rows, num_out, tile)

@@ -1,0 +1,71 @@
+"""Products with weights in e4m3 on the device, against float32 of the same numbers."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.kernels.linear.products import (
+    few_rows_add_and_norm,
+    few_rows_gated,
+    few_rows_linear,
+)
+from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
+
+pytestmark = pytest.mark.gpu
+ROUNDING = 2**-8  # Of bfloat16.
+
+
+def matrix(outputs: int, inputs: int) -> Fp8Matrix:
+    found = Fp8Matrix.of(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5)
+    return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, device="cuda") + 0.5))
+
+
+def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
+    codes, powers = row_codes(x)
+    return codes.double() @ weight.numbers().double().T * powers.double()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    # Sums of products of e4m3 have 14 bits on Hopper.
+    bound = ROUNDING * expected.abs() + 2**-11 * expected.abs().amax(1, keepdim=True)
+    assert bool(((found.double() - expected).abs() <= bound).all()), (
+        (found.double() - expected).abs() / bound
+    ).max()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 2048)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 300])
+def test_products(outputs: int, inputs: int, rows: int) -> None:
+    weight = matrix(outputs, inputs)
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    expected = product(x, weight)
+    assert_close(fp8_product(x, weight.codes, weight.scales, None), expected)
+    if rows <= 64:
+        out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
+        few_rows_linear(x, weight.codes, out, scales=weight.scales)
+        assert_close(out, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20, 64])
+def test_a_layer_of_products(rows: int) -> None:
+    hidden, inner = 4096, 14336
+    gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
+    x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
+    gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
+    out = torch.full((rows, inner), float("nan"), device="cuda", dtype=x.dtype)
+    middle = few_rows_gated(x, gate_up.codes, out, scales=gate_up.scales)
+    few_rows_add_and_norm(middle, down.codes, residual, gain, 1e-5, scales=down.scales)
+    gate, up = product(x, gate_up).split(inner, dim=1)
+    assert_close(out, F.silu(gate) * up)
+    assert_close(residual, before + product(out, down))
+
+
+def test_codes_of_rows_are_those_of_a_cpu() -> None:
+    x = torch.randn(64, 3000) * torch.exp2(torch.randint(-30, 30, (64, 3000)).float())
+    codes, powers = row_codes(x.bfloat16().cuda())
+    expected, expected_powers = row_codes(x.bfloat16())
+    assert torch.equal(codes.cpu().view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(powers.cpu(), expected_powers)
