@@ -309,6 +309,11 @@ class SimInstance(ConfigModel):
     shared_prefix: bool = Field(
         True, description="Read KV that sequences of a step share only once."
     )
+    samples: bool = Field(
+        False,
+        description="Calls with a temperature above 0 and without a seed get another text in each "
+        "run. false: the text depends on the prompt only.",
+    )
 
 
 class EngineConfig(RegisteredConfig):

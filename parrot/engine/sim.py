@@ -6,6 +6,7 @@ real or in virtual time."""
 import asyncio
 import logging
 import math
+import random
 import zlib
 from array import array
 from bisect import bisect_left
@@ -33,7 +34,7 @@ from parrot.engine.core.steps import (
 from parrot.engine.service import RunnerService, Verb, apply_verbs, deliver
 from parrot.protocol.engine_api import RuntimeInfo, SpecialIds, StepCosts, TokenizerResponse
 from parrot.protocol.errors import EngineFailed, Unavailable
-from parrot.protocol.sampling import NEUTRAL_SAMPLING
+from parrot.protocol.sampling import NEUTRAL_SAMPLING, SamplingConfig
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.clock import Clock, MonotonicClock
 
@@ -77,7 +78,8 @@ def _scores(token: int, num_top: int) -> TokenScores:
 class SimRunner:
     """Samples letters and spaces by a checksum of the context, and never an end-of-text token.
 
-    Equal contexts get equal outputs in every batch."""
+    Equal contexts get equal outputs in every batch. With `samples`, the checksum of a call with a
+    temperature and without a seed starts with a random number."""
 
     def __init__(self, instance: SimInstance, clock: Clock) -> None:
         self._instance = instance
@@ -127,7 +129,9 @@ class SimRunner:
         scores: dict[int, TokenScores] = {}
         for sequence in plan.sequences:
             if (sample := sequence.sample) is not None:
-                length, checksum = known.get(sample.job_id, (0, 0))
+                if (before := known.get(sample.job_id)) is None:
+                    before = 0, self._first_checksum(sample.sampling)
+                length, checksum = before
                 new = memoryview(sample.context_ids)[length:]  # type: ignore[arg-type]
                 checksum = zlib.crc32(new, checksum)
                 self._checksums[sample.job_id] = (len(sample.context_ids), checksum)
@@ -135,6 +139,10 @@ class SimRunner:
                 if (num_top := sample.sampling.logprobs) is not None:
                     scores[sample.job_id] = _scores(tokens[sample.job_id], num_top)
         return StepResult(tokens, {}, scores=scores)
+
+    def _first_checksum(self, sampling: SamplingConfig) -> int:
+        is_random = self._instance.samples and sampling.temperature and sampling.seed is None
+        return random.getrandbits(32) if is_random else 0
 
     def run_on(self, plan: StepPlan, num_steps: int) -> dict[int, list[int]]:
         """The tokens of each job in `num_steps` steps that start with `plan`.

@@ -23,6 +23,7 @@ class Caller:
         self._history = history
         self.http = client_of(urls, bearer_token=tenant)
         self._is_closed = False
+        self.has_models = False  # whether there are engines of two models
 
     async def close(self) -> None:
         """What is still asked ends."""

@@ -68,9 +68,8 @@ class Client(Caller):
                 raise
 
     async def show(self) -> None:
-        """Record what the service shows, when all calls have come to an end. A value that was told
-        while it could not be written may be gone with its ServeCore, and is made again for who
-        reads it."""
+        """Record what the service shows, when all calls have come to an end. Calls for which no
+        engine came in time wait for their next reader."""
         while True:
             info = await self.persistently(
                 lambda: self._serve.session_info(self._session_id, self._auth), _nobody
@@ -78,9 +77,8 @@ class Client(Caller):
             open_calls = [call for call in info.calls if call.state not in FINAL]
             if not open_calls:
                 break
-            if self._history.may_be_unwritten:
-                for call in open_calls:
-                    await self.failure(call.output_var_id)
+            for call in open_calls:
+                await self.failure(call.output_var_id)
             await asyncio.sleep(PAUSE_S)
         calls = tuple(
             SeenCall(
@@ -104,20 +102,23 @@ class Client(Caller):
         inputs: Mapping[str, str] | None = None,
         key: str = "",
         is_secret: bool = False,
+        is_sampled: bool = False,
         **options: Any,
     ) -> str:
         """Submit a call with the output `out`. `inputs`: variables. `is_secret`: record what the
-        prompt begins with. Returns the output's id."""
+        prompt begins with. `is_sampled`: each run has another value. Returns the output's id."""
         request = SemanticCallRequest(
             session_id=self._session_id,
             session_auth=self._auth,
             template=template + " {{out}}",
-            parameters=[*_inputs(inputs), _output(length)],
+            parameters=[*_inputs(inputs), _output(length, 1.0 if is_sampled else 0.0)],
             idempotency_key=key or f"call-{next(self._keys)}",
             **options,
         )
         prompt = template if is_secret else None
-        answer = await self._submit(request, lambda: self._serve.semantic_call(request), prompt)
+        answer = await self._submit(
+            request, lambda: self._serve.semantic_call(request), prompt, is_sampled=is_sampled
+        )
         return _output_of(answer)
 
     async def native(
@@ -143,6 +144,7 @@ class Client(Caller):
         prompt: str | None = None,
         *,
         fails: bool = False,
+        is_sampled: bool = False,
     ) -> CallResponse:
         inputs = tuple(p.var_id for p in request.parameters if p.var_id is not None)
         key = request.idempotency_key or ""
@@ -157,6 +159,7 @@ class Client(Caller):
                     outputs=outputs,
                     prompt=prompt,
                     fails=fails,
+                    is_sampled=is_sampled,
                 )
             )
 
@@ -303,8 +306,10 @@ def _inputs(inputs: Mapping[str, str] | None) -> list[CallParameter]:
     return [CallParameter(name=name, var_id=var) for name, var in (inputs or {}).items()]
 
 
-def _output(length: int) -> CallParameter:
-    sampling = SamplingConfig(temperature=0.0, max_gen_length=length, ignore_tokenizer_eos=True)
+def _output(length: int, temperature: float) -> CallParameter:
+    sampling = SamplingConfig(
+        temperature=temperature, max_gen_length=length, ignore_tokenizer_eos=True
+    )
     return CallParameter(name="out", is_output=True, sampling_config=sampling)
 
 

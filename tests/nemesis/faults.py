@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from enum import StrEnum
 from typing import NamedTuple
 
-from tests.nemesis.history import CLOCK_STEP, DISK_FULL
+from tests.nemesis.history import CLOCK_BACK, CLOCK_STEP, DISK_FULL
 from tests.nemesis.link import Link
 from tests.nemesis.servers import Server
-from tests.nemesis.service import CORES, DIVIDED, Service
+from tests.nemesis.service import CORES, DIVIDED, LATE_S, Service
 
 DATABASE = "database"
 
@@ -262,6 +262,84 @@ async def disk_full(service: Service, draw: random.Random) -> str:
     return server.name
 
 
+async def disk_full_kills(service: Service, draw: random.Random) -> str:
+    """The disk is full, and stays so while ServeCore is killed and started again."""
+    async with _held(service, CORES):
+        server = service.cores[service.pick_core(draw)]
+        server.fill_disk(draw.choice([0, 1000, 20_000]))
+        try:
+            for _ in range(draw.randint(1, 3)):
+                await asyncio.sleep(draw.uniform(0.2, 1.0))
+                await service.kill(server)
+                server.start()
+                server.fill_disk(draw.choice([0, 0, 20_000]))
+            await asyncio.sleep(draw.uniform(0.2, 1.0))
+        finally:
+            server.make_room()
+            if not server.is_alive:
+                server.start()
+    return server.name
+
+
+async def disk_full_stop(service: Service, draw: random.Random) -> str:
+    """ServeCore is asked to end while the disk is full."""
+    async with _held(service, CORES):
+        server = service.cores[service.pick_core(draw)]
+        server.fill_disk(draw.choice([0, 1000]))
+        await asyncio.sleep(draw.uniform(0.2, 1.0))
+        await server.stop()
+        server.start()
+    return server.name
+
+
+async def late_engines(service: Service, draw: random.Random) -> str:
+    """All engines of a model are gone for longer than every timeout, with ServeCore or without."""
+    others = service.others if draw.random() < 0.5 else set()
+    names = sorted(others or service.engines.keys() - service.others)
+    with_core = draw.random() < 0.5
+    async with _held(service, *names, *([CORES] if with_core else [])):
+        engines = [service.engines[name] for name in names]
+        core = service.cores[service.pick_core(draw)]
+        await service.kill(*engines, *([core] if with_core else []))
+        if with_core:
+            core.start()
+        await asyncio.sleep(LATE_S)
+        for engine in engines:
+            engine.start()
+    return ", ".join([*names, *([core.name] if with_core else [])])
+
+
+def on_all_links(how: str) -> Fault:
+    """A fault of all links at once: between every two processes."""
+
+    async def run(service: Service, draw: random.Random) -> str:
+        links = [*service.client_links, *service.database_links]
+        for one in service.links.values():
+            links += [one.to_engine, *one.to_cores]
+        async with _held(service, "all links"):
+            try:
+                for link in links:
+                    if how == "delay":
+                        link.delay_s = draw.uniform(0.01, 0.2)
+                    else:
+                        getattr(link, how)()
+                if how != "reset":
+                    await asyncio.sleep(draw.uniform(0.1, 3.0))
+            finally:
+                for link in links:
+                    link.heal()
+        return "all links"
+
+    return Fault(run)
+
+
+async def clock_back(service: Service, draw: random.Random) -> str:
+    """The wall clock is set back, and ServeCore starts again at a time that was already."""
+    service.clock.step(-draw.choice([0.5, 60.0, 3600.0, 86_400.0]))
+    await asyncio.sleep(draw.uniform(0.0, 0.3))
+    return await kill_core(service, draw)
+
+
 async def clock_step(service: Service, draw: random.Random) -> str:
     """The wall clock jumps, and ServeCore may start again meanwhile."""
     service.clock.step(draw.choice([-1, 1]) * draw.choice([0.5, 60.0, 3600.0, 86_400.0]))
@@ -287,7 +365,12 @@ FAULTS: dict[str, Fault] = {
     "kill-database": Fault(kill_database, layouts=_STANDBY),
     "stop-database": Fault(stop_database, layouts=_STANDBY),
     DISK_FULL: Fault(disk_full, layouts=_FILES),
+    "disk-full-kills": Fault(disk_full_kills, layouts=_FILES),
+    "disk-full-stop": Fault(disk_full_stop, layouts=_FILES),
+    "late-engines": Fault(late_engines),
     CLOCK_STEP: Fault(clock_step),
+    CLOCK_BACK: Fault(clock_back),
+    **{f"all-links-{how}": on_all_links(how) for how in ("reset", "stall", "delay")},
     **{
         f"{where}-{how.replace('_', '-')}": on_link(choose, how)
         for where, choose in (

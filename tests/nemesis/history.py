@@ -10,13 +10,15 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 CLOCK_STEP = "clock-step"
+CLOCK_BACK = "clock-back"
+CLOCK_STEPS = frozenset({CLOCK_STEP, CLOCK_BACK})
 DISK_FULL = "disk-full"
 GIVEN_UP = frozenset({"engine_failed", "call_failed"})
 """Errors of calls that have lost too many engines."""
 GONE = frozenset({"not_found", "session_gone"})
 TRANSIENT = frozenset(
     {
-        *("unavailable", "timed_out", "insufficient_storage", "standby"),
+        *("unavailable", "timed_out", "insufficient_storage", "standby", "no_engine"),
         *("queue_full", "cluster_full", "quota_exceeded"),
     }
 )
@@ -38,13 +40,15 @@ class Asked:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit(Asked):
     """A call. `inputs` and `outputs`: ids of variables, the latter empty if there was no answer.
-    `prompt`: what it begins with, as far as the program knows it. `fails`: it cannot succeed."""
+    `prompt`: what it begins with, as far as the program knows it. `fails`: it cannot succeed.
+    `is_sampled`: each run of it has another value."""
 
     key: str
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     prompt: str | None = None
     fails: bool = False
+    is_sampled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +185,7 @@ class History:
         """Whether there was a time in which what was told could not be written down: the disk was
         full, or there was no way to the database."""
         faults = {one.fault for one in self.disturbances}
-        return any(fault == DISK_FULL or "database" in fault for fault in faults)
+        return any(fault.startswith("disk-full") or "database" in fault for fault in faults)
 
     def save(self, path: Path) -> None:
         path.write_bytes(_ADAPTER.dump_json(self))

@@ -8,6 +8,7 @@ from typing import Any
 from parrot.protocol.errors import CallFailed
 from tests.nemesis.caller import PAUSE_S, texts
 from tests.nemesis.client import Client
+from tests.nemesis.service import OTHER_MODEL
 
 NUM_VARIANTS = 6
 _FAILS = "def f(text, out):\n    raise ValueError(text)"
@@ -178,6 +179,45 @@ async def background(client: Client, variant: int, draw: random.Random) -> str:
     return f"{response['status']}: {texts(response)}"
 
 
+async def sampled(client: Client, variant: int, draw: random.Random) -> str:
+    """Values that differ in each run: they are read again and again, and stay as they were."""
+    first = await client.call(f"Dice {variant}:", 20, is_sampled=True)
+    last = await client.call("After {{x}}:", 12, inputs={"x": first}, is_sampled=True)
+    seen = [await client.get(first)]
+    for _ in range(4):
+        await asyncio.sleep(draw.uniform(0.0, 0.4))
+        seen += [
+            await client.get(last),
+            await (client.stream if draw.random() < 0.5 else client.get)(first),
+        ]
+    return f"{len(set(seen))} values"
+
+
+async def sampled_response(client: Client, variant: int, draw: random.Random) -> str:
+    """A background response that differs in each run, read again after it has ended."""
+    body = {"model": "sim", "input": f"Dice {variant}", "background": True}
+    body |= {"temperature": 1, "max_output_tokens": 30}
+    response = await client.vendor("begin", "/v1/responses", body)
+    seen = []
+    while len(seen) < 4:
+        await asyncio.sleep(draw.uniform(PAUSE_S, 0.3))
+        response = await client.stored(response["id"])
+        if response["status"] == "failed":
+            raise CallFailed(response["error"]["message"])
+        if response["status"] not in ("queued", "in_progress"):
+            seen.append(texts(response))
+    return f"{len(set(seen))} values"
+
+
+async def two_models(client: Client, variant: int, draw: random.Random) -> str:
+    """Calls of two models that need each other, where there are engines of both."""
+    model = draw.choice([["sim"], [OTHER_MODEL]]) if client.has_models else []
+    other = [OTHER_MODEL] if model == ["sim"] else ["sim"] if model else []
+    first = await client.call(f"One model {variant}:", 15, models=model, reuse=False)
+    last = await client.call("The other {{x}}:", 15, inputs={"x": first}, models=other, reuse=False)
+    return "|".join([await client.get(last), await client.get(first)])
+
+
 Program = Callable[[Client, int, random.Random], Awaitable[str]]
 PROGRAMS: dict[str, Program] = {
     program.__name__: program
@@ -195,7 +235,10 @@ PROGRAMS: dict[str, Program] = {
         chat,
         responses,
         background,
+        sampled,
+        sampled_response,
+        two_models,
     )
 }
-WITHOUT_SESSION = frozenset({"background", "chat", "responses"})
+WITHOUT_SESSION = frozenset({"background", "chat", "responses", "sampled_response"})
 UNSHOWN = frozenset({"race"})  # losers go on, or not

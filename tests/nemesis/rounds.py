@@ -29,7 +29,7 @@ PROBE = "probe"
 _PATIENCE_S = 20.0  # until all books are in order, when nobody asks for anything any more
 _SHORT_LIFE_S = 0.5
 _CALM = 0.8  # of the faults come when all servers are there
-_WEIGHTS = (4, 1)  # of the tenants: one has most of the programs
+_WEIGHTS = (4, 1, 1)  # of the tenants: one has most of the programs
 
 Answers = dict[tuple[str, int], str]
 """What each program says in each variant when nothing happens."""
@@ -217,10 +217,12 @@ class Round:
             "began": time.monotonic(),
             "limit_s": self._plan.limit_s,
         }
+        client = Client(facts["program"], facts["tenant"], self._urls(), self.history)
+        client.has_models = bool(self._service.others)
         try:
             facts["result"] = await live(
                 PROGRAMS[kind],
-                Client(facts["program"], facts["tenant"], self._urls(), self.history),
+                client,
                 variant,
                 draw,
                 self._plan.limit_s,

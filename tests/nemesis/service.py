@@ -20,13 +20,13 @@ from tests.support.plain_sampling import PLAIN_SAMPLING
 
 CORES = "serve-core"
 """The lock of the ServeCores, and the name of the first."""
-TENANTS = ("tenant-a", "tenant-b")
+TENANTS = ("tenant-a", "tenant-b", "tenant-c")
 QUEUE = 16  # tasks: so few that tenants are refused when engines are gone
 CORE: dict[str, Any] = {
     "api_keys": TENANTS,
     "cluster_token": "of-the-nemesis",
     "engine_heartbeat_timeout": 2.0,
-    "no_engine_timeout": 120.0,
+    "no_engine_timeout": 1.5,
     "session_life_span": 120.0,
     "constant_prefix_var_timeout": 1.0,
     "page": False,
@@ -37,7 +37,7 @@ SIM: dict[str, Any] = {
     "model": "sim",
     "heartbeat_interval": 0.2,
     "tasks_capacity": 2,
-    "instance": {"step_s": 0.004, "num_kv_cache_blocks": 2048},
+    "instance": {"step_s": 0.004, "num_kv_cache_blocks": 2048, "samples": True},
 }
 EMBEDDED: dict[str, Any] = {
     "engine_type": "builtin",
@@ -64,6 +64,10 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 }
 TAKEOVER_S = 8.0
 """In which a standby serves, on a machine that is busy with much else."""
+LATE_S = 5.0
+"""For which late engines are gone: longer than all timeouts that are about engines."""
+OTHER_MODEL = "sim-b"
+"""The model of some engines, of sim engines without shards. It says the same as the other."""
 START_S = 4.0
 """In which one that was killed serves again. Clients of several ServeCores wait for it."""
 _READY_S = 120.0
@@ -94,6 +98,7 @@ class Service:
         self.client_links: list[Link] = []  # to each of `cores`
         self.database_links: list[Link] = []  # of each of `cores`
         self.engines: dict[str, Server] = {}
+        self.others: set[str] = set()  # the engines of the other model
         self.links: dict[str, EngineLinks] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ports: set[int] = set()
@@ -136,6 +141,8 @@ class Service:
         links = self.links[name].to_cores
         core, *others = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
+        if name in self.others:
+            config["model"] = OTHER_MODEL
         config |= {"cluster_token": CORE["cluster_token"], "standby_cores": others}
         facts = (str(self.clock.path), str(self._call_log(name)), advertised)
         return Server(name, run_engine, self.engine_config | config, self.folder, *facts)
@@ -160,6 +167,8 @@ class Service:
     ) -> AsyncIterator[None]:
         """All of it, ready; killed in the end, but for the database."""
         self.engine_config, self.database = dict(engine), database
+        if engine["engine_type"] == "sim" and not self.has_shards:
+            self.others = {f"engine-{number}" for number in range(1, num_engines, 2)}
         async with AsyncExitStack() as stack:
             await self._make_cores(stack, core)
             for number in range(num_engines):

@@ -262,3 +262,18 @@ async def test_before_start_it_is_loading():
         await service.fill(FillRequest(context_id=1, token_ids=[1]))
     assert service.runtime_info().num_max_blocks == 0
     await service.close()
+
+
+async def test_sampled_texts_differ_in_each_run_and_others_do_not() -> None:
+    service = SimService(SimConfig(instance=ZERO | {"samples": True}))
+    await service.start()
+
+    async def text(context_id: int, **sampling: float) -> str:
+        fields = {"length": 30, "sampling": sampling}
+        return (await service.generate(request(context_id, "Say", **fields))).text
+
+    greedy = [await text(number, temperature=0.0) for number in range(3)]
+    seeded = [await text(10 + number, temperature=1.0, seed=7) for number in range(3)]
+    sampled = [await text(20 + number, temperature=1.0) for number in range(3)]
+    assert [len(set(texts)) for texts in (greedy, seeded, sampled)] == [1, 1, 3]
+    await service.close()
