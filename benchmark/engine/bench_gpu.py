@@ -59,12 +59,14 @@ WARM_STEPS, STEPS = 10, 60
 LOAD_TIMEOUT_S = 240.0
 
 
-def config_of(model: str, *, shares: bool = True, kv: str = "auto") -> BuiltinConfig:
+def config_of(
+    model: str, *, shares: bool = True, kv: str = "auto", dtype: str = "bfloat16"
+) -> BuiltinConfig:
     return BuiltinConfig.model_validate(
         {
             "model": model,
             "device": "cuda",
-            "dtype": "bfloat16",
+            "dtype": dtype,
             "scheduler": {
                 "max_batch_size": 256,
                 "max_num_batched_tokens": 8192,
@@ -163,21 +165,23 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
 
 def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
     model = config.model
-    shape = Shape.of(model, quantised=config.instance.kv_cache_dtype == "fp8")
+    quantised, e4m3 = config.instance.kv_cache_dtype == "fp8", config.dtype == "fp8"
+    shape = Shape.of(model, quantised=quantised, e4m3=e4m3)
     began = time.perf_counter()
     loaded, tokenizer = load_cuda(config)
     yield {"case": "load", "seconds": time.perf_counter() - began}
     if "decode" in parts:
         for case in DECODES[model]:
             row: Row = {"case": case.name, "floor_ms": shape.decode_floor_ms(case)}
-            row |= {"vllm_ms": vllm_ms(model, case.name)} | bench_decode(loaded, case)
+            row |= {"vllm_ms": None if e4m3 else vllm_ms(model, case.name)}
+            row |= bench_decode(loaded, case)
             yield row | {"over_floor": row["ms"] / row["floor_ms"]}
     if "prefill" in parts:
         for tokens, chunk in PREFILLS[model]:
             row = {"case": f"prefill {tokens}", "chunk": chunk}
             row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
             row |= bench_prefill(loaded, tokens, chunk)
-            yield row | {"vllm_ms": vllm_ms(model, f"prefill {tokens}")}
+            yield row | {"vllm_ms": None if e4m3 else vllm_ms(model, f"prefill {tokens}")}
     if "mixed" in parts and CROWD in DECODES[model]:
         for chunk in MIXED:
             yield {"case": f"{CROWD.name} + {chunk}"} | bench_mixed(loaded, chunk)
@@ -185,11 +189,12 @@ def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
         yield {"case": "256, no HTTP"} | bench_256(config, loaded, tokenizer)
 
 
-async def bench_http(model: str, shares: bool, kv: str, report: Report) -> None:
+async def bench_http(config: BuiltinConfig, report: Report) -> None:
     """A server in a process of its own."""
+    model = config.model
     with tempfile.TemporaryDirectory(prefix=f"{model}_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))
-        config = config_of(folder, shares=shares, kv=kv)
+        config = config.model_copy(update={"model": folder})
         engine = config.model_dump(mode="json", exclude={"engine_name", "port"})
         began = time.perf_counter()
         cluster = Cluster(engines=[engine], with_core=False, ready_timeout_s=LOAD_TIMEOUT_S)
@@ -206,17 +211,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-sharing", dest="shares", action="store_false")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "fp8"), default="bfloat16")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in LONG_MODELS:
         KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
     for model in args.models:
-        config = config_of(model, shares=args.shares, kv=args.kv)
+        config = config_of(model, shares=args.shares, kv=args.kv, dtype=args.dtype)
         settings = {"config": config.model_dump(mode="json"), "shape": KNOWN_SHAPES[model]}
         report.uses(model, settings)
         if "http" in args.parts:
-            asyncio.run(bench_http(model, args.shares, args.kv, report))
+            asyncio.run(bench_http(config, report))
         if set(args.parts) - {"http"}:
             for row in bench_model(config, args.parts):
                 report.add("rows", {"model": model} | row)

@@ -12,7 +12,7 @@ from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
-from parrot.engine.models.tensors import OWN, tensor_plans
+from parrot.engine.models.tensors import OWN, num_matrix_weights, tensor_plans
 from parrot.protocol.sampling import ResolvedSampling
 
 Row = dict[str, Any]
@@ -63,31 +63,37 @@ PREFILLS = {
     "llama-2-13b": ((2048, 2048), (8192, 8192)),
     **dict.fromkeys(OTHER_MODELS, ((2048, 2048),)),
 }
+E4M3_RATE = 1530e12  # FLOP/s of products in e4m3, measured on an H200.
 MIXED = (256, 512, 1024, 2048, 4096)
 """Prompt tokens in a step beside `CROWD`."""
 
 
 @dataclass(frozen=True)
 class Shape:
+    """Of a model in bfloat16, or with the matrices of its layers in e4m3."""
+
     weight_bytes: int
     token_bytes: int
     layer_weights: int
     num_layers: int
     q_width: int
+    matrix_rate: float  # FLOP/s of the products with weights.
 
     @classmethod
-    def of(cls, model: str, *, quantised: bool = False) -> "Shape":
+    def of(cls, model: str, *, quantised: bool = False, e4m3: bool = False) -> "Shape":
         spec = spec_from_config(KNOWN_SHAPES[model], model)
         sizes = {name: math.prod(plan.shape) for name, plan in tensor_plans(spec).items()}
         embed, heads = sizes[f"{OWN.embed}.weight"], spec.attention
         head = 0 if spec.tie_embeddings else embed
         row_bytes = heads.head_dim + 1 if quantised else 2 * heads.head_dim
+        matrices = num_matrix_weights(spec) if e4m3 else 0
         return cls(
-            weight_bytes=2 * (sum(sizes.values()) - head),
+            weight_bytes=2 * (sum(sizes.values()) - head) - matrices,
             token_bytes=2 * spec.num_layers * heads.num_kv_heads * row_bytes,
             layer_weights=sum(sizes.values()) - embed - head,
             num_layers=spec.num_layers,
             q_width=heads.num_heads * heads.head_dim,
+            matrix_rate=E4M3_RATE if e4m3 else MATRIX_RATE,
         )
 
     def decode_floor_ms(self, case: Decode) -> float:
@@ -95,8 +101,8 @@ class Shape:
         return (self.weight_bytes + tokens * self.token_bytes) / MEMORY_RATE * 1e3
 
     def prefill_floor_ms(self, tokens: int) -> float:
-        attention = 2 * self.num_layers * self.q_width * tokens**2
-        return (2 * self.layer_weights * tokens + attention) / MATRIX_RATE * 1e3
+        attention = 2 * self.num_layers * self.q_width * tokens**2 / MATRIX_RATE
+        return (2 * self.layer_weights * tokens / self.matrix_rate + attention) * 1e3
 
 
 def spread_ms(times: Sequence[float]) -> Row:
