@@ -1,11 +1,13 @@
 """Tiles for the products of few rows: each candidate, for each product of a layer, on one GPU.
 
     python -m benchmark.kernels.sweep_products [--models Llama-3.1-8B ...] [--ranks 2] [--rows 1 64]
+        [--e4m3]
 
 The products are those of one of the ranks that a model is divided among. Weights are not in L2, and
 a product starts while the one before ends, as in a step. Candidates are compiled by as many
 processes as there are cores; only one is timed at a time. `splits`: parts of the inputs, which the
-ranks' sum adds up; 0 stands for cuBLAS. Floors: the weights once, at the copy rate of an H200."""
+ranks' sum adds up; 0 stands for cuBLAS. With `--e4m3` the weights are in e4m3, and the largest
+number of each row is known. Floors: the weights once, at the copy rate of an H200."""
 
 import argparse
 import multiprocessing
@@ -25,7 +27,7 @@ from benchmark.kernels.layers import MODELS, Model
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.kernels.linear import tiles
-from parrot.engine.kernels.linear.products import few_rows_linear
+from parrot.engine.kernels.linear.products import MeasuredRows, Rows, few_rows_linear
 
 ALL = {**MODELS, "Llama-3.1-70B": Model(8192, 80, 64, 8, 28672, 128256)}
 SHARED_BYTES = 225 << 10
@@ -40,6 +42,15 @@ PLAIN: Sequence[Tile] = [
     *((16, 256, 5, 4), (16, 512, 4, 2), (32, 128, 5, 4), (32, 128, 8, 4), (32, 256, 4, 4)),
     *((64, 128, 4, 4), (64, 128, 6, 4), (64, 128, 8, 4), (64, 64, 6, 4), (64, 64, 8, 4)),
     *((128, 64, 4, 8), (128, 128, 3, 8), (128, 128, 4, 8), (128, 128, 4, 4)),
+]
+E4M3: Sequence[Tile] = [
+    *((16, 512, 4, 2), (32, 256, 6, 4), (64, 128, 6, 4), (64, 128, 8, 4), (64, 256, 4, 4)),
+    *((64, 256, 6, 4), (64, 256, 8, 4), (64, 512, 3, 4), (64, 512, 4, 4), (128, 128, 4, 4)),
+    *((128, 128, 6, 4), (128, 128, 6, 8), (128, 256, 4, 8)),
+]
+E4M3_SILU: Sequence[Tile] = [
+    *((64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4), (64, 256, 4, 4)),
+    *((128, 128, 4, 4), (128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)),
 ]
 SILU: Sequence[Tile] = [
     *((32, 64, 6, 4), (32, 128, 4, 4), (32, 128, 5, 4), (64, 64, 4, 4), (64, 64, 6, 4)),
@@ -71,19 +82,34 @@ class Candidate:
     rows: int
     tile: Tile
     splits: int
+    e4m3: bool = False
 
     @property
     def fits(self) -> bool:
         outputs, columns, stages, warps = self.tile
         weight_rows = (2 if self.product.silu else 1) * outputs
         if not stages:
-            registers = weight_rows * next_power_of_2(self.product.inputs) / 2 / (32 * warps)
+            num_bytes = weight_rows * next_power_of_2(self.product.inputs) * self.item_size
+            registers = num_bytes / 4 / (32 * warps)
             return self.splits == self.rows == 1 and registers <= MAX_REGISTERS
-        tile_rows = weight_rows + max(16, self.rows)
+        row_bytes = weight_rows * self.item_size + 2 * max(16, self.rows)
         is_even = self.product.inputs % (self.splits * columns) == 0
-        return is_even and stages * tile_rows * columns * 2 <= SHARED_BYTES
+        return is_even and stages * row_bytes * columns <= SHARED_BYTES
 
-    def run(self, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    @property
+    def item_size(self) -> int:
+        return 1 if self.e4m3 else 2
+
+    def weight(self) -> torch.Tensor:
+        numbers = normal(*self.product.weight_shape)
+        return numbers.to(torch.float8_e4m3fn) if self.e4m3 else numbers
+
+    def x(self) -> Rows:
+        rows = normal(self.rows, self.product.inputs)
+        maxima = rows.float().view(self.rows, 64, -1).abs().amax(2).view(torch.int32)
+        return MeasuredRows(rows, maxima) if self.e4m3 else rows
+
+    def run(self, x: Rows, weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         outputs, columns, stages, warps = self.tile
         if stages:
             tile = {"BM": max(16, self.rows), "BN": outputs, "BK": columns, "STAGES": stages}
@@ -95,8 +121,12 @@ class Candidate:
             patch.object(tiles.Product, kind, lambda _: dict(tile)),
             patch.object(tiles.Product, "is_row", not stages),
         ):
+            scales = self._scales() if self.e4m3 else None
             for weight in weights:
-                few_rows_linear(x, weight, out, silu=self.product.silu)
+                few_rows_linear(x, weight, out, silu=self.product.silu, scales=scales)
+
+    def _scales(self) -> torch.Tensor:
+        return torch.ones(self.product.weight_shape[0], device="cuda")
 
     def out(self) -> torch.Tensor:
         return normal(self.splits, self.rows, self.product.outputs).squeeze(0)
@@ -112,33 +142,38 @@ def products(model: Model, ranks: int) -> list[Product]:
     ]
 
 
-def candidates(product: Product, rows: int) -> list[Candidate]:
+def candidates(product: Product, rows: int, *, e4m3: bool = False) -> list[Candidate]:
     splits = (1, 2, 4) if product.is_summed else (1,)
-    choices = [*(SILU if product.silu else PLAIN), *ROW]
-    found = [Candidate(product, rows, tile, count) for tile in choices for count in splits]
+    matrix = (E4M3_SILU if e4m3 else SILU) if product.silu else (E4M3 if e4m3 else PLAIN)
+    found = [
+        Candidate(product, rows, tile, count, e4m3) for tile in (*matrix, *ROW) for count in splits
+    ]
     return [candidate for candidate in found if candidate.fits]
 
 
 def compile_all(part: Sequence[Candidate]) -> None:
     for candidate in part:
-        weight = normal(*candidate.product.weight_shape)
-        candidate.run(normal(candidate.rows, candidate.product.inputs), [weight], candidate.out())
+        candidate.run(candidate.x(), [candidate.weight()], candidate.out())
     torch.cuda.synchronize()
 
 
-def bench(product: Product, rows: int) -> Iterator[dict[str, object]]:
-    num_bytes = 2 * product.weight_shape[0] * product.inputs
-    weights = [normal(*product.weight_shape) for _ in range(max(4, L2_BYTES // num_bytes))]
+def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
+    """Candidates of one product and number of rows."""
+    first = found[0]
+    product, rows = first.product, first.rows
+    num_bytes = first.item_size * product.weight_shape[0] * product.inputs
+    weights = [first.weight() for _ in range(max(4, L2_BYTES // num_bytes))]
     weights = (weights * LAUNCHES)[:LAUNCHES]
-    x = normal(rows, product.inputs)
+    x, plain = first.x(), normal(rows, product.inputs)
     row = {"product": product.name, "rows": rows, "floor_us": num_bytes / MEMORY_RATE * 1e6}
 
     def cublas() -> None:
         for weight in weights:
-            F.linear(x, weight)
+            F.linear(plain, weight)
 
-    yield row | {"tile": None, "splits": 0, "us": time_graph(cublas, per_run=LAUNCHES)}
-    for candidate in candidates(product, rows):
+    if not first.e4m3:
+        yield row | {"tile": None, "splits": 0, "us": time_graph(cublas, per_run=LAUNCHES)}
+    for candidate in found:
         call = partial(candidate.run, x, weights, candidate.out())
         us = time_graph(call, replays=5, per_run=LAUNCHES)
         yield row | {"tile": list(candidate.tile), "splits": candidate.splits, "us": us}
@@ -148,21 +183,22 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=ALL, default=["Llama-3.1-8B"])
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 32, 64])
+    parser.add_argument("--e4m3", action="store_true")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     wanted = [
-        (model, product, rows)
+        (model, candidates(product, rows, e4m3=args.e4m3))
         for model in args.models
         for product in products(ALL[model], args.ranks)
         for rows in args.rows
     ]
-    everything = [c for _, product, rows in wanted for c in candidates(product, rows)]
+    everything = [candidate for _, found in wanted for candidate in found]
     count = min(len(everything), os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         pool.map(compile_all, [everything[i::count] for i in range(count)])
-    for model, product, rows in wanted:
-        for row in bench(product, rows):
+    for model, found in wanted:
+        for row in bench(found):
             report.add("rows", {"model": model, "ranks": args.ranks} | row)
 
 
