@@ -16,6 +16,7 @@ class Served(NamedTuple):
 
     seconds: float
     usages: list[Usage]
+    outputs: list[list[int]]
 
 
 def serve_all(core: EngineCore, requests: Sequence[tuple["array[int]", int]]) -> Served:
@@ -33,6 +34,7 @@ def serve_all(core: EngineCore, requests: Sequence[tuple["array[int]", int]]) ->
     seconds = time.perf_counter() - began
     for call, argument in core.requests.outbox.take():
         call(argument)
-    usages = [answer.usage for answer in outcomes if isinstance(answer, GenerateResponse)]
-    assert len(usages) == len(requests), outcomes
-    return Served(seconds, usages)
+    answers = [answer for answer in outcomes if isinstance(answer, GenerateResponse)]
+    assert len(answers) == len(requests), outcomes
+    outputs = [answer.generated_ids for answer in answers]
+    return Served(seconds, [answer.usage for answer in answers], outputs)

@@ -144,8 +144,7 @@ class BuiltinInstance(ConfigModel):
     num_window_slots: Annotated[int, Field(ge=0)] | None = Field(
         None,
         description="Blocks of the layers with sliding windows, which keep KV only inside their "
-        "windows. 0: these layers keep all KV. null: as many as running and kept contexts can "
-        "use, in at most a third of the memory for KV.",
+        "windows. 0: these layers keep all KV. null: enough for contexts of eight windows.",
     )
     host_kv_gb: float | None = Field(
         None,

@@ -107,8 +107,10 @@ class WindowPool:
         else:
             self._kept.discard(group, slot)
 
-    def release(self, blocks: Iterable[int], *, keep: bool) -> None:
-        """Hold the slots of blocks once less. Without holders they are kept, or else passed."""
+    def release(self, blocks: Iterable[int], *, keep: bool, goes_first: bool = False) -> None:
+        """Hold the slots of blocks once less. Without holders they are kept, or else passed.
+
+        `goes_first`: they are the first kept slots to be reused."""
         for block in blocks:
             slot = self._slots[block]
             self._holds[slot] -= 1
@@ -116,17 +118,20 @@ class WindowPool:
                 continue
             del self._holds[slot]
             if keep or slot in self._marked:
-                self._keep(slot, block)
+                self._keep(slot, block, goes_first=goes_first)
             else:
                 self._passed[slot] = None
 
-    def mark(self, block: int) -> None:
-        """Mark the slot of a block until the slot is reused."""
-        self._marked.add(self._slots[block])
+    def mark(self, block: int) -> bool:
+        """Mark the slot of a block until the slot is reused; return whether it is new."""
+        slot = self._slots[block]
+        is_new = slot not in self._marked
+        self._marked.add(slot)
+        return is_new
 
-    def _keep(self, slot: int, block: int) -> None:
+    def _keep(self, slot: int, block: int, *, goes_first: bool = False) -> None:
         group = self._groups[slot] = self._owner(block)
-        self._kept.add(group, slot)
+        self._kept.add(group, slot, goes_first=goes_first)
 
     def detach(self, block: int) -> None:
         """Make the slot of a block blank, if it has one, because the block has lost its KV."""

@@ -23,6 +23,11 @@ from parrot.engine.core.window_pool import WindowPool
 
 _NOTHING = range(0)
 
+# If more windows are used in turn than there are slots for, the least recently used one is always
+# the next to be used. So a window that was lost and computed again is reused first, except for one
+# of this number of them. A larger value adapts to other contexts more slowly.
+_KEEP_EVERY = 4
+
 
 class WindowedTree(ContextTree):
     """The contexts of a model with windows of `window` tokens, and the slots of their blocks."""
@@ -36,6 +41,7 @@ class WindowedTree(ContextTree):
         self.slots = WindowPool(num_slots, pool.shares, pool.owner)
         pool.on_blank = self.slots.detach
         self._window = window
+        self._num_lost = 0  # Contexts whose window was lost before they could continue.
         self._span = pool.blocks_for(window)  # Blocks before a block that its tokens may read.
         # A step also needs slots for two partly read blocks, and for both blocks of a copy.
         self.max_chunk = max(1, (num_slots - self._span - 4) * pool.block_size)
@@ -145,18 +151,21 @@ class WindowedTree(ContextTree):
             return
         first = min(first, window.stop)
         for index in range(window.start, first):
-            block = context.block_ids[index]
+            block, is_new = context.block_ids[index], False
             if context.mark - self._span <= index < context.mark:
-                self.slots.mark(block)
+                is_new = self.slots.mark(block)
             # Another context that holds the block may continue here.
-            self.slots.release((block,), keep=self.pool.num_refs(block) > 1)
+            is_shared = self.pool.num_refs(block) > 1
+            self.slots.release((block,), keep=is_shared, goes_first=is_new and not is_shared)
         context.window = range(first, window.stop)
 
     def leave(self, context: Context) -> None:
         """Release all slots of a context whose job has ended or is preempted."""
         window, blocks = context.window, context.block_ids
         context.window = _NOTHING
-        self.slots.release(blocks[window.start : window.stop], keep=True)
+        self._num_lost += context.mark > 0
+        goes_first = context.mark > 0 and self._num_lost % _KEEP_EVERY > 0
+        self.slots.release(blocks[window.start : window.stop], keep=True, goes_first=goes_first)
         not_computed = max(self.pool.blocks_for(context.num_computed), context.owned_from)
         for block in blocks[not_computed : window.stop]:
             self.slots.detach(block)

@@ -9,7 +9,9 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.utils.config import ConfigError
 
-_PARTS = 3  # Slots get at most this part of the memory, so that long contexts have blocks.
+# Contexts of this many windows fill blocks and slots evenly. A larger value favours long contexts.
+_DESIGN_WINDOWS = 8
+_LEAST_PART = 1 / 3  # Part of the memory that slots get at least, for contexts inside the window.
 # Contexts whose windows are kept, for each context that can run. More find their windows again.
 _KEPT_PER_RUNNING = 3
 _MAX_BLOCKS = 1 << 20  # Most blocks of a model whose blocks take no memory.
@@ -60,8 +62,9 @@ class KvMemory:
         if num_slots is None and needs is not None:
             wanted = needs.most
             if layout.block_bytes:
-                block_bytes = num_blocks * layout.block_bytes
-                wanted = min(wanted, block_bytes // (layout.slot_bytes * (_PARTS - 1)))
+                part = needs.part(layout)
+                slot_bytes = part / (1 - part) * num_blocks * layout.block_bytes
+                wanted = min(wanted, int(slot_bytes) // layout.slot_bytes)
             num_slots = max(needs.least, wanted)
             num_slots = num_slots if num_slots < num_blocks else 0
         if not num_slots:
@@ -76,7 +79,8 @@ class KvMemory:
         num_bytes = num_blocks * self.layout.block_bytes
         num_slots = num_bytes // layout.slot_bytes
         if layout.block_bytes:
-            num_slots = max(needs.least, min(needs.most, num_slots // _PARTS))
+            wanted = int(needs.part(layout) * num_slots)
+            num_slots = max(needs.least, min(needs.most, wanted))
         num_slots = self._num_slots or num_slots
         if layout.block_bytes:
             found = (num_bytes - num_slots * layout.slot_bytes) // layout.block_bytes
@@ -113,3 +117,9 @@ class WindowNeeds:
         kept = _KEPT_PER_RUNNING * limits.max_batch_size * per_context
         most = running + written + kept
         return cls(per_context, per_context + 4, most, -(-max_len // block_size))
+
+    def part(self, layout: KVLayout) -> float:
+        """The part of the memory that slots get at most."""
+        slots = self.per_context * layout.slot_bytes
+        blocks = _DESIGN_WINDOWS * (self.per_context - 1) * layout.block_bytes
+        return max(_LEAST_PART, slots / (slots + blocks))

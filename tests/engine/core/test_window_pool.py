@@ -47,19 +47,23 @@ class PoolMachine(RuleBasedStateMachine):
             self.holds[block] = self.holds.get(block, 0) + 1
 
     @precondition(lambda self: self.holds)
-    @rule(data=st.data(), keep=st.booleans())
-    def release(self, data, keep):
+    @rule(data=st.data(), keep=st.booleans(), goes_first=st.booleans())
+    def release(self, data, keep, goes_first):
         block = data.draw(st.sampled_from(sorted(self.holds)))
-        self.pool.release((block,), keep=keep)
+        self.pool.release((block,), keep=keep, goes_first=goes_first)
         self.holds[block] -= 1
-        if not self.holds[block]:
-            del self.holds[block]
-            (self.kept if keep or block in self.marked else self.passed).append(block)
+        if self.holds[block]:
+            return
+        del self.holds[block]
+        if keep or block in self.marked:
+            self.kept.insert(0 if goes_first else len(self.kept), block)
+        else:
+            self.passed.append(block)
 
     @rule(block=BLOCKS)
     def mark(self, block):
         if self.pool.has(block):
-            self.pool.mark(block)
+            assert self.pool.mark(block) == (block not in self.marked)
             self.marked.add(block)
 
     @rule(block=BLOCKS)

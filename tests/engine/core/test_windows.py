@@ -51,6 +51,18 @@ def test_a_continued_prompt_finds_the_end_of_the_earlier_one() -> None:
             assert missing == (len(text) if number == 0 else 5), (number, i)
 
 
+def test_sessions_with_too_many_windows_still_find_some() -> None:
+    """5 sessions need 15 slots. 12 of them are free after the slots of the running one."""
+    world = harness(num_slots=24, num_blocks=80)
+    texts = [chr(97 + i) + TEXT for i in range(5)]
+    found = []
+    for number in range(12):
+        for i, text in enumerate(texts):
+            texts[i] = text + "+++++"
+            found.append(len(text) - computed(world, 10 * number + i, texts[i]) + 5)
+    assert sum(length > 0 for length in found[5:]) > 0.3 * len(found[5:])
+
+
 def test_the_first_windows_to_go_are_those_that_all_contexts_have_passed() -> None:
     world = harness(num_slots=14)
     assert computed(world, 1, TEXT) == 40

@@ -33,13 +33,20 @@ def test_gemma_3_at_32k_takes_a_fifth_of_full_attention() -> None:
     assert own == pytest.approx(2.9 * GIB, rel=0.03)
 
 
-def test_slots_get_a_third_and_blocks_the_rest() -> None:
+def test_contexts_of_eight_windows_fill_blocks_and_slots_evenly() -> None:
     memory = memory_of("gemma-3-27b")
     before = num_blocks_in(memory, 60)
     sizes = memory.in_memory_of(before)
-    assert sizes.num_slots * sizes.layout.slot_bytes == pytest.approx(20 * GIB, rel=0.01)
     assert 59.9 * GIB < sizes.num_bytes <= 60 * GIB
-    assert sizes.num_blocks > 4 * before
+    assert sizes.num_blocks > 3.5 * before
+    num_contexts = sizes.num_blocks // (8 * 1024 // 64)
+    assert sizes.num_slots // 17 == pytest.approx(num_contexts, abs=1)
+
+
+def test_slots_get_a_third_at_least() -> None:
+    memory = memory_of("gemma-2-9b")
+    sizes = memory.in_memory_of(num_blocks_in(memory, 60))
+    assert sizes.num_slots * sizes.layout.slot_bytes == pytest.approx(20 * GIB, rel=0.01)
 
 
 def test_no_more_slots_than_contexts_can_use() -> None:
@@ -70,7 +77,7 @@ def test_blocks_keep_all_kv_where_slots_save_nothing() -> None:
 def test_slots_beside_a_configured_number_of_blocks() -> None:
     sizes = memory_of("gemma-3-27b").with_blocks(1000)
     assert sizes.num_blocks == 1000
-    assert sizes.num_slots * sizes.layout.slot_bytes < sizes.num_bytes / 3
+    assert sizes.num_slots * sizes.layout.slot_bytes < sizes.num_bytes / 2
     assert memory_of("gemma-3-27b", num_window_slots=50).with_blocks(1000).num_slots == 50
 
 

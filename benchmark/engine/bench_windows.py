@@ -1,0 +1,110 @@
+"""Prefix hits of a model with sliding windows, while chat sessions take turns.
+
+    python -m benchmark.engine.bench_windows --output benchmark/results/windows.json
+
+Sessions with different prompts ask one after the other, round after round. Each turn has the
+session's earlier text, a short question and a short output. Contexts are freed after each turn, as
+over the OpenAI API. The ideal finds all full blocks of the earlier turn. `occupancy` is the part
+of all blocks that the sessions need. `slots` is the part of all slots that their windows need.
+Sizes are those of a model on a GPU, but there is no model.
+"""
+
+import argparse
+import random
+from array import array
+from dataclasses import replace
+
+import torch
+
+from benchmark.engine.core_load import serve_all
+from benchmark.results import Report, run
+from parrot.engine.config import BuiltinConfig, SimConfig
+from parrot.engine.core.engine_core import EngineCore
+from parrot.engine.core.output import Language
+from parrot.engine.core.steps import RunnerInfo, WindowInfo
+from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.runner.sizes import KvMemory, KvSizes
+from parrot.engine.sim import VOCAB_SIZE, SimRunner, byte_tokenizer_response
+from parrot.utils.clock import MonotonicClock
+
+LANGUAGE = Language.of(byte_tokenizer_response())
+BLOCK_SIZE, CHUNK = 64, 2048
+LENGTHS = (4096, 8192, 16384, 32768)  # Tokens of a session before its first question.
+OCCUPANCIES = (0.25, 0.6, 0.9)
+ROUNDS, QUESTION, OUTPUT = 4, 40, 20
+
+
+class WindowedSim(SimRunner):
+    """A `SimRunner` that reports window slots, which it does not use."""
+
+    def __init__(self, config: SimConfig, window: WindowInfo) -> None:
+        super().__init__(config.instance, MonotonicClock())
+        self._window = window
+
+    @property
+    def info(self) -> RunnerInfo:
+        return replace(super().info, window=self._window)
+
+
+def sizes_of(model: str, gib: float) -> tuple[KvSizes, int]:
+    """The sizes in `gib` GiB, and the window of the model."""
+    spec = spec_from_config(KNOWN_SHAPES[model], model)
+    memory = KvMemory(spec, BuiltinConfig(), BLOCK_SIZE, torch.bfloat16)
+    num_blocks = int(gib * (1 << 30)) // memory.layout.block_bytes
+    sizes = memory.in_memory_of(num_blocks)
+    assert spec.window is not None
+    assert sizes.num_slots, f"{model} has no window slots in {gib} GiB"
+    return sizes, spec.window
+
+
+def hit_rate(sizes: KvSizes, window: int, length: int, occupancy: float) -> dict[str, float]:
+    """The part of the ideal hits that is found, after the first round."""
+    last = length + ROUNDS * (QUESTION + OUTPUT)
+    count = max(1, int(occupancy * sizes.num_blocks / -(-last // BLOCK_SIZE)))
+    num_slots = count * (-(-window // BLOCK_SIZE) + 1)
+    config = SimConfig.model_validate(
+        {
+            "scheduler": {"max_num_batched_tokens": CHUNK},
+            "instance": {
+                "num_kv_cache_blocks": sizes.num_blocks,
+                "block_size": BLOCK_SIZE,
+                "max_seq_len": 131072,
+            },
+        }
+    )
+    runner = WindowedSim(config, WindowInfo(sizes.num_slots, window))
+    core = EngineCore(config, runner, LANGUAGE, MonotonicClock())
+    numbers = random.Random(0)
+    texts = [numbers.choices(range(1, VOCAB_SIZE), k=length) for _ in range(count)]
+    found = ideal = 0
+    for number in range(ROUNDS):
+        for text in texts:
+            known = len(text) // BLOCK_SIZE * BLOCK_SIZE if number else 0
+            text += numbers.choices(range(1, VOCAB_SIZE), k=QUESTION)
+            served = serve_all(core, [(array("i", text), OUTPUT)])
+            ideal += known
+            found += served.usages[0].cached_tokens if number else 0
+            text += served.outputs[0]
+    core.check_integrity()
+    slots = num_slots / sizes.num_slots
+    return {"sessions": count, "slots": slots, "hits_of_ideal": found / ideal}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="gemma-3-27b")
+    parser.add_argument("--gib", type=float, default=60.0, help="memory for KV")
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    sizes, window = sizes_of(args.model, args.gib)
+    report |= {"model": args.model, "gib": args.gib, "window": window, "rounds": ROUNDS}
+    report |= {"num_blocks": sizes.num_blocks, "num_slots": sizes.num_slots}
+    for length in LENGTHS:
+        for occupancy in OCCUPANCIES:
+            row = {"length": length, "occupancy": occupancy}
+            report.add("rows", row | hit_rate(sizes, window, length, occupancy))
+
+
+if __name__ == "__main__":
+    run(__name__)
