@@ -1,5 +1,6 @@
 """Frozen data for the page: what the feeds of a service with several runs contain at one moment."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -500,6 +501,33 @@ def prompt() -> Row:
     return {"prompt": rows, "left_by": None, **tokens}
 
 
+def series() -> Rows:
+    """The last ten minutes of the service, as waves."""
+
+    def wave(number: int, middle: float, height: float, period: float) -> float:
+        return round(middle + height * math.sin(number / period) * math.cos(number / 2.3), 3)
+
+    return {
+        f"step:{number}": {
+            "at": NOW - 10 * (60 - number),
+            "tokens_s": wave(number, 410, 120, 5),
+            "running": round(wave(number, 11, 4, 4)),
+            "queued": max(0, round(wave(number, 2, 3, 3))),
+            "cached": wave(number, 0.83, 0.08, 6),
+            "kv": wave(number, 0.36, 0.05, 7),
+            "first_token_s": wave(number, 0.31, 0.12, 3.5),
+            "engines": {
+                f"engine-{engine}": {
+                    "tokens_s": wave(number, rate, rate / 3, 4 + engine),
+                    "step_ms": wave(number, step, step / 5, 5 - engine),
+                }
+                for engine, rate, step in ((0, 248, 24), (1, 164, 22), (2, 12, 81))
+            },
+        }
+        for number in range(60)
+    }
+
+
 def placement() -> Rows:
     words = [
         (1, None, "You are the editor of a small newsletter. Answer in plain English.", 32, 14),
@@ -521,7 +549,7 @@ def placement() -> Rows:
             "in_use": number in (1, 2, 3, 6, 7, 8),
             "owner": "public",
             "is_shared": number in (1, 6, 8),
-            "words": text,
+            "head": text,
         }
         for number, parent, text, tokens, forks in words
     }

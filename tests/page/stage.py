@@ -53,6 +53,7 @@ class Stage:
         known = {
             "overview": scene.overview,
             "placement": scene.placement,
+            "series": scene.series,
             "usage": scene.usage,
             "events": scene.events,
             run: scene.run,
@@ -97,13 +98,16 @@ window.EventSource = class extends Source {
   addEventListener(name, act) {
     super.addEventListener(name, name === "error" ? (event) => {
       if (event.data !== undefined || !this.heard) act(event); else this.close();
-    } : (event) => { this.heard = true; act(event); });
+    } : (event) => { this.heard = true; performance.mark("rows"); act(event); });
   }
 };
 """
 
 
-async def open_stage(browser: Browser, *, width: int = 1440, scheme: str = "light") -> Stage:
+async def open_stage(
+    browser: Browser, *, width: int = 1440, scheme: str = "light", is_frozen: bool = True
+) -> Stage:
+    """`is_frozen`: the clock stands still, also for measurements of the page itself."""
     height = 900 if width > 720 else 844
     context = await browser.new_context(
         viewport={"width": width, "height": height},
@@ -115,7 +119,8 @@ async def open_stage(browser: Browser, *, width: int = 1440, scheme: str = "ligh
         has_touch=width < 720,
     )
     page = await context.new_page()
-    await page.clock.set_fixed_time(scene.NOW)  # Timers still run.
+    if is_frozen:
+        await page.clock.set_fixed_time(scene.NOW)  # Timers still run.
     await page.add_init_script(_QUIET)
     stage = Stage(page)
     page.on("pageerror", lambda error: stage.errors.append(str(error)))

@@ -3,16 +3,17 @@ import { post, rowsOf, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
 import { ago, count, fullDate, plural, seconds, share } from "./format.js";
 import { Pill } from "./icons.jsx";
-import { engineState, kvShare } from "./overview.jsx";
+import { courseOf, engineState, kvShare, useSeries } from "./overview.jsx";
 import { Bones, Empty, Live, Notice, say, useNow, useSlow } from "./parts.jsx";
 import { Prefixes } from "./prefixes.jsx";
 import { useTitle } from "./route.js";
-import { Parts, Slots } from "./spark.jsx";
+import { Parts, Slots, Spark } from "./spark.jsx";
 
 export function Engines({ isOperator }) {
   useTitle("Engines");
   const overview = useFeed("overview");
   const placement = useFeed("placement");
+  const series = useSeries();
   const service = overview.rows.get("service");
   const isSlow = useSlow(!service);
   const engines = rowsOf(overview.rows, "engine");
@@ -47,6 +48,7 @@ export function Engines({ isOperator }) {
               key={engine.key}
               engine={engine}
               contexts={contexts.filter((context) => context.engine === engine.engine_name)}
+              series={series}
               others={engines.length - 1}
               isOperator={isOperator}
               isLive={overview.isLive}
@@ -62,8 +64,13 @@ export function Engines({ isOperator }) {
   );
 }
 
-function EngineCard({ engine, contexts, others, isOperator, isLive }) {
+function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
   const { state, word } = engineState(engine);
+  const course = (field) => courseOf(series, (step) => step.engines?.[engine.engine_name]?.[field]);
+  const steps = course("step_ms");
+  const rates = course("tokens_s");
+  const rate = (value) => (value == null ? "–" : count(Math.round(value)));
+  const time = (value) => (value == null ? "–" : seconds(value / 1000));
   return (
     <article class="card ecard" aria-label={engine.engine_name}>
       <header>
@@ -89,21 +96,35 @@ function EngineCard({ engine, contexts, others, isOperator, isLive }) {
           <div>
             <h3>A step</h3>
             <div class="v">{seconds(engine.step_ms / 1000)}</div>
+            {steps && <Spark values={steps} label="Step time" write={time} />}
           </div>
         )}
-        {engine.hit_tokens != null && (
+        {rates ? (
+          <div>
+            <h3>Tokens/s</h3>
+            <div class="v">{rate(rates.at(-1))}</div>
+            <Spark values={rates} label="Tokens per second" write={rate} />
+          </div>
+        ) : (
+          engine.hit_tokens != null && (
           <div>
             <h3>From cache</h3>
             <div class="v">
               {count(engine.hit_tokens)}
               <small> tokens</small>
             </div>
-            {engine.recomputed_tokens > 0 && <p class="dim">{count(engine.recomputed_tokens)} computed again</p>}
           </div>
+          )
         )}
         {engine.server && <Server load={engine.server} />}
       </div>
       <Tiers engine={engine} contexts={contexts} />
+      {engine.hit_tokens > 0 && (
+        <p class="note dim">
+          {count(engine.hit_tokens)} prompt tokens came from the cache
+          {engine.recomputed_tokens > 0 && `, ${count(engine.recomputed_tokens)} were computed again after an eviction`}.
+        </p>
+      )}
     </article>
   );
 }
@@ -228,7 +249,6 @@ function Decisions({ decisions }) {
                 <th scope="col">Call</th>
                 <th scope="col">Went to</th>
                 <th scope="col" class="n">Cached</th>
-                <th scope="col" class="n">Queued</th>
                 <th scope="col" class="n">Age</th>
               </tr>
             </thead>
@@ -248,6 +268,7 @@ function DecisionRow({ group, now }) {
   const [last] = group;
   const sum = (field) => group.reduce((all, one) => all + (one[field] ?? 0), 0);
   const prompt = sum("prompt_tokens");
+  const waited = Math.max(...group.map((one) => one.waited_s ?? 0));
   return (
     <tr>
       <td>
@@ -259,9 +280,9 @@ function DecisionRow({ group, now }) {
       <td>
         {last.engine}
         <Compared decision={last} />
+        {waited >= 0.1 && <div class="dim">queued {seconds(waited)}</div>}
       </td>
       <td class="n">{share(prompt - sum("to_compute"), prompt)}</td>
-      <td class="n">{seconds(Math.max(...group.map((one) => one.waited_s ?? 0)))}</td>
       <td class="n dim" title={fullDate(last.at)}>
         {ago(last.at, now)}
       </td>

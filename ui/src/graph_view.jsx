@@ -10,6 +10,7 @@ const FIT_AT_LEAST = 0.8; // A smaller scale cannot be read, so the graph is cut
 const FAR = 0.45; // Below this scale only boxes are drawn.
 const MARGIN = 20;
 const STEP = 60; // Pixels that an arrow key moves the graph.
+const MANY_NODES = 200; // With more, nodes far from the window are only boxes.
 
 export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }) {
   const canvas = useRef(null);
@@ -18,6 +19,8 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
   const view = useRef({ x: 0, y: 0, k: 1, isMoved: false });
   const before = useRef(new Map());
   const [at, setAt] = useState(null); // the node that the Tab key reaches
+  const size = useSize(canvas);
+  const [near, setNear] = useState(null); // the part of a large graph that is drawn with texts
   const focus = shown ?? focusOf(graph, layout);
 
   const put = (changed) => {
@@ -26,9 +29,11 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     group.current.setAttribute("transform", `translate(${x},${y}) scale(${k})`);
     group.current.classList.toggle("far", k < FAR);
     zoom.current.textContent = `${Math.round(k * 100)} %`;
+    if (layout.nodes.length > MANY_NODES) setNear((old) => nearPart(view.current, size, old));
   };
-  const fit = () => put({ ...fitted(canvas.current, layout, focus), isMoved: false });
-  const scale = (by, cx = canvas.current.clientWidth / 2, cy = canvas.current.clientHeight / 2) => {
+  const isNear = (node) => layout.nodes.length <= MANY_NODES || (near !== null && isInside(node, near));
+  const fit = () => put({ ...fitted(size, layout, focus), isMoved: false });
+  const scale = (by, cx = size.width / 2, cy = size.height / 2) => {
     const { x, y, k } = view.current;
     const next = Math.min(2.5, Math.max(0.15, k * by));
     put({ x: cx - ((cx - x) * next) / k, y: cy - ((cy - y) * next) / k, k: next, isMoved: true });
@@ -36,6 +41,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
   const move = (dx, dy) => put({ x: view.current.x + dx, y: view.current.y + dy, isMoved: true });
 
   useLayoutEffect(() => {
+    if (size === null) return;
     const old = before.current;
     const anchor = view.current.isMoved && layout.nodes.find((node) => old.has(node.id));
     if (anchor) {
@@ -45,12 +51,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
       fit();
     }
     before.current = new Map(layout.nodes.map((node) => [node.id, { x: node.x, y: node.y }]));
-  }, [layout]);
-  useEffect(() => {
-    const watch = new ResizeObserver(() => canvas.current && !view.current.isMoved && fit());
-    watch.observe(canvas.current);
-    return () => watch.disconnect();
-  }, [layout, focus]);
+  }, [layout, size]);
   usePointers(canvas, view, put, scale);
 
   const show = (node) => {
@@ -58,7 +59,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     const element = group.current.querySelector(`[data-node="${CSS.escape(node.id)}"]`);
     element.focus({ preventScroll: true });
     const { x, y, k } = view.current;
-    const { clientWidth: width, clientHeight: height } = canvas.current;
+    const { width, height } = size;
     const left = x + node.x * k;
     const top = y + node.y * k;
     const dx = left < 8 ? 8 - left : Math.min(0, width - 8 - left - NODE.width * k);
@@ -108,16 +109,17 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
           onKeyDown={pan}
         >
           <g ref={group}>
-            {layout.edges.map((edge) => (
+            {size && layout.edges.map((edge) => (
               <Edge key={`${edge.from.id} ${edge.to.id}`} {...edgeLook(edge, graph, path)} {...shapeOf(edge)} />
             ))}
-            {layout.nodes.map((node) => (
+            {size && layout.nodes.map((node) => (
               <Node
                 key={node.id}
                 node={node}
                 {...nodeLook(node, graph, shares)}
                 x={node.x}
                 y={node.y}
+                isNear={isNear(node)}
                 isShown={node === shown}
                 isReached={node.id === reached}
                 onOpen={onOpen}
@@ -147,13 +149,44 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
   );
 }
 
+const isInside = ({ x, y }, part) => x > part.left && x < part.right && y > part.top && y < part.bottom;
+
+/** The part of the graph in the window, with a window on each side; the old one while it is enough. */
+function nearPart({ x, y, k }, { width, height }, old) {
+  const [left, top] = [-x / k, -y / k];
+  const [right, bottom] = [left + width / k, top + height / k];
+  const isEnough = old !== null && left - NODE.width > old.left && right < old.right && top - NODE.height > old.top && bottom < old.bottom;
+  if (isEnough && old.k >= k) return old;
+  const [dx, dy] = [width / k, height / k];
+  return { left: left - dx, right: right + dx, top: top - dy, bottom: bottom + dy, k };
+}
+
+/** The size of an element, known before it has content: measuring a large drawing takes long. */
+export function useSize(element) {
+  const [size, setSize] = useState(null);
+  useLayoutEffect(() => {
+    const measure = () => {
+      const { clientWidth: width, clientHeight: height } = element.current;
+      setSize((old) => (old?.width === width && old.height === height ? old : { width, height }));
+    };
+    measure();
+    const watch = new ResizeObserver(([{ contentRect }]) => {
+      const { width, height } = contentRect;
+      setSize((old) => (old?.width === width && old.height === height ? old : { width, height }));
+    });
+    watch.observe(element.current);
+    return () => watch.disconnect();
+  }, []);
+  return size;
+}
+
 /** The node in the middle of a graph that is too wide: a failed or running one, or the last. */
 function focusOf(graph, layout) {
   const has = (state) => layout.nodes.find((node) => node.members.some((id) => graph.calls.get(id)?.state === state));
   return has("running") ?? has("failed") ?? layout.nodes[0];
 }
 
-function fitted({ clientWidth, clientHeight }, { width, height }, focus) {
+function fitted({ width: clientWidth, height: clientHeight }, { width, height }, focus) {
   const whole = Math.min((clientWidth - 2 * MARGIN) / width, (clientHeight - 52) / height, 1.15);
   const k = Math.max(whole, FIT_AT_LEAST);
   const along = (size, length, middle) => {
@@ -301,7 +334,7 @@ function detailOf(call, graph) {
   return word;
 }
 
-const Node = memo(function Node({ node, x, y, name, detail, state, word, percent, isCritical, isNative, isGroup, isShown, isReached, onOpen, onKey }) {
+const Node = memo(function Node({ node, x, y, name, detail, state, word, percent, isCritical, isNative, isGroup, isNear, isShown, isReached, onOpen, onKey }) {
   const { width, height } = NODE;
   const open = () => onOpen(node);
   const press = (event) => {
@@ -328,6 +361,16 @@ const Node = memo(function Node({ node, x, y, name, detail, state, word, percent
     >
       {isGroup && <rect class="b" x="5" y="-5" width={width - 5} height={height} rx="9" />}
       <rect class="b" width={width} height={height} rx={isNative ? 2 : 9} />
+      {isNear && <Inside {...{ name, detail, state, percent, isCritical }} />}
+    </g>
+  );
+});
+
+/** What a node shows in its box. */
+function Inside({ name, detail, state, percent, isCritical }) {
+  const { width, height } = NODE;
+  return (
+    <>
       {isCritical && <rect class="strip" x="0" y="9" width="3.5" height={height - 18} rx="1.75" />}
       <rect class="ring" x="-4" y="-4" width={width + 8} height={height + 8} rx="12" />
       <Glyph state={state} x="12" y="11" width="16" height="16" />
@@ -345,6 +388,6 @@ const Node = memo(function Node({ node, x, y, name, detail, state, word, percent
           </text>
         </g>
       )}
-    </g>
+    </>
   );
-});
+}

@@ -1,5 +1,6 @@
 // The service above the list of runs: its engines, and figures of the last ten minutes.
-import { useState } from "preact/hooks";
+import { useMemo, useState } from "preact/hooks";
+import { rowsOf, useFeed } from "./api.js";
 import { count, plural, seconds, share } from "./format.js";
 import { Glyph } from "./icons.jsx";
 import { Slots, Spark } from "./spark.jsx";
@@ -77,26 +78,59 @@ function EngineCard({ engine }) {
   );
 }
 
-/** Figures of now from the rows, with their course where there is a series. */
+const STEPS = 60;
+
+/** The last steps of the service, the oldest first; null where there was none yet. */
+export function useSeries() {
+  const feed = useFeed("series");
+  return useMemo(() => {
+    const steps = rowsOf(feed.rows, "step").sort((a, b) => a.at - b.at).slice(-STEPS);
+    return steps.length ? [...Array(STEPS - steps.length).fill(null), ...steps] : [];
+  }, [feed.rows]);
+}
+
+export const courseOf = (series, read) => (series.length ? series.map((step) => (step === null ? null : read(step) ?? null)) : undefined);
+
+const number = (value) => (value == null ? "–" : count(Math.round(value)));
+const percent = (value) => (value == null ? "–" : share(value, 1));
+const duration = (value) => (value == null ? "–" : seconds(value));
+
+/** Figures of now, with their course where the service records one. */
 export function Tiles({ rows, engines, service }) {
+  const series = useSeries();
   const runs = [...rows].filter(([key]) => key.startsWith("session:")).map(([, row]) => row);
   const sum = (field) => runs.reduce((all, run) => all + (run[field] ?? 0), 0);
-  const running = engines.reduce((all, engine) => all + engine.num_running, 0);
+  const running = engines.reduce((all, engine) => all + (engine.num_running ?? 0), 0);
   const shares = engines.map(kvShare).filter((kv) => kv !== null);
   const kv = shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null;
+  const course = (field) => courseOf(series, (step) => step[field]);
+  const last = series.at(-1);
   return (
-    <section class="card tiles" aria-label="The service now">
-      <Tile title="Running, queued" value={count(running)} unit={`+ ${service.queued}`} />
-      <Tile title="From cache" value={share(sum("cached_tokens"), sum("prompt_tokens")) || "–"} unit="of prompts" />
-      <Tile title="Output" value={count(sum("output_tokens"))} unit="tokens" />
-      <Tile title="KV in use" value={kv === null ? "–" : share(kv, 1)} unit={`of ${plural(engines.length, "engine")}`} />
+    <section class="card tiles" aria-label="The service now" tabindex={innerWidth < 720 ? 0 : undefined}>
+      {last ? (
+        <Tile title="Tokens/s" value={number(last.tokens_s)} unit="generated" values={course("tokens_s")} write={number} />
+      ) : (
+        <Tile title="Output" value={count(sum("output_tokens"))} unit="tokens" />
+      )}
+      {engines.some((engine) => engine.num_running != null) && (
+        <Tile title="Running, queued" value={count(running)} unit={`+ ${service.queued ?? 0}`} values={course("running")} second={course("queued")} write={number} />
+      )}
+      <Tile
+        title="From cache"
+        value={last?.cached == null ? share(sum("cached_tokens"), sum("prompt_tokens")) || "–" : percent(last.cached)}
+        unit="of prompts"
+        values={course("cached")}
+        write={percent}
+      />
+      {kv !== null && <Tile title="KV in use" value={percent(kv)} unit={`of ${plural(engines.length, "engine")}`} values={course("kv")} write={percent} />}
+      {last && <Tile title="First token" value={duration(last.first_token_s)} unit="median" values={course("first_token_s")} write={duration} />}
     </section>
   );
 }
 
 function Tile({ title, value, unit, values, second, write }) {
   const [at, setAt] = useState(null);
-  const isPast = at !== null && values;
+  const isPast = at !== null && values?.[at] != null;
   return (
     <div class="tile">
       <h2 class="cap">{title}</h2>

@@ -223,6 +223,7 @@ function Detail({ variable, producer, run }) {
                     chars={row.chars}
                     isGrowing={isGrowing}
                     isLeftOut={row.is_left_out}
+                    nothing={nothing(row, graph)}
                   />
                 ) : (
                   <Link key={output} variable={output} run={run} />
@@ -266,6 +267,9 @@ function Detail({ variable, producer, run }) {
   );
 }
 
+/** The words for a value that does not exist. */
+const nothing = (row, graph) => (row.state === "failed" || graph.hasEnded ? "no value" : row.state === "ready" ? "an empty text" : "nothing yet");
+
 function outputNote(call, now) {
   if (!call.output_tokens) return "";
   const start = call.first_token_s ?? (call.decode_s == null ? null : call.finished_s - call.decode_s);
@@ -298,6 +302,7 @@ function Inputs({ call, texts, run }) {
             chars={known ? row.chars : (row.head ?? "").length}
             isHidden={known?.isHidden}
             isLeftOut={known?.isLeftOut}
+            nothing={nothing(row, graph)}
             onOpen={() => open(id)}
           />
         );

@@ -62,8 +62,8 @@ function sizeOf(context, children, sizes) {
 }
 
 function Prefix({ context, depth, isOpen, hasMore, toggle }) {
-  const words = context.words ?? context.head;
-  const owner = context.is_shared ? `shared prefix of ${context.owner}` : "of a run";
+  const words = context.head;
+  const owner = context.owner === "" ? "another tenant's words" : context.is_shared ? `shared prefix of ${context.owner}` : "of a run";
   const length = Math.min(100, Math.max(1.5, Math.log10(Math.max(1, context.own_tokens)) * 22 - 18));
   return (
     <li>

@@ -11,14 +11,16 @@ const FORMS = [
 ];
 
 export function Prompt({ call, pieces, texts, seen, output, run }) {
-  const [form, setForm] = useState("seen");
+  const [chosen, setForm] = useState("seen");
+  const wasSent = call.started_s != null;
+  const form = wasSent ? chosen : "template";
   const filled = pieces.map((piece) => (piece.text === undefined ? texts.get(piece.var)?.text ?? "" : piece.text)).join("");
   const copied = form === "template" ? pieces.map((piece) => piece.text ?? `{{${nameOf(piece, run)}}}`).join("") : seen ? seen.prompt.map((piece) => piece.text ?? "").join("") : filled;
   return (
     <section>
       <div class="row">
         <h2>Prompt</h2>
-        <Segments label="Form of the prompt" options={FORMS} chosen={form} onChoose={setForm} />
+        {wasSent && <Segments label="Form of the prompt" options={FORMS} chosen={form} onChoose={setForm} />}
         <span class="end">
           <CopyButton text={copied} what="the prompt" />
         </span>

@@ -7,7 +7,7 @@ import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
 import { Glyph, Icon, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
-import { Bones, CopyButton, Notice, save, useNow, useSlow } from "./parts.jsx";
+import { Bones, CopyButton, Notice, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { RunActions } from "./run_actions.jsx";
 import { nameOf, stateOf } from "./run_list.js";
@@ -25,7 +25,15 @@ export function Run({ id, shown, group, visitor }) {
   const isSlow = useSlow(!session);
   useTitle(session ? nameOf(withFunctions(session, feed.rows)) : "Run");
   if (feed.error && !session) return <NoSuchRun reason={feed.error} />;
-  if (!session) return <div class="screen">{isSlow && <Bones />}<Notice feed={feed} /></div>;
+  if (!session) {
+    return (
+      <div class="screen">
+        <h1 class="sr">Run</h1>
+        <Notice feed={feed} />
+        {isSlow && !feed.lostAt && <Bones />}
+      </div>
+    );
+  }
   return <Loaded id={id} shown={shown} group={group} visitor={visitor} feed={feed} session={withFunctions(session, feed.rows)} />;
 }
 
@@ -61,14 +69,15 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
   const shownCall = target?.variable && graph.producerOf.get(target.variable);
   const shownNode = target?.node ?? (shownCall && layout.nodes.find((node) => node.members.includes(shownCall)));
   const run = { id, graph, rows, now, wall, isLive, isOver, wasOpened, open: openHere, seesValues: visitor.sees_values, tenant: session.tenant };
+  const hover = useMemo(() => linkedHover(layout), [layout]);
   const openNode = (node) => openHere(node.members.length > 1 ? { group: node.id } : node.id);
   return (
-    <div class={target ? "runpage with-panel" : "runpage"} style={{ "--panel": isWide ? "720px" : "464px" }} {...linkedHover}>
+    <div class={target ? "runpage with-panel" : "runpage"} style={{ "--panel": isWide ? "720px" : "464px" }} {...hover}>
       <div class="views">
         <nav class="crumb" aria-label="Path">
           <a href="#/">Runs</a>/<span>{session.tenant}</span>
         </nav>
-        <Head session={session} graph={graph} failure={failure} isLive={feed.isLive} isBusy={isBusy} rows={rows} />
+        <Head session={session} graph={graph} failure={failure} isLive={feed.isLive} isBusy={isBusy} />
         <Notice feed={feed} />
         <Totals session={session} graph={graph} wall={wall} now={now} />
         <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} isLive={isLive} />
@@ -173,33 +182,30 @@ function useNarrow() {
   return isNarrow;
 }
 
-/** The pointer or the focus on a call marks it in the bar, the graph, the timeline and the tables. */
-function mark(event) {
-  const element = event.target.closest?.("[data-call], [data-node]");
-  const page = event.currentTarget;
-  for (const hot of page.querySelectorAll(".hot")) hot.classList.remove("hot");
-  if (!element) return;
-  const { call, node } = element.dataset;
-  const selectors = [];
-  if (call) {
-    const name = CSS.escape(call);
-    selectors.push(`[data-call="${name}"]`);
-    const folded = node ?? page.querySelector(`.bar-g[data-call="${name}"]`)?.dataset.node;
-    if (folded) selectors.push(`[data-node="${CSS.escape(folded)}"]:not([data-call])`);
-  } else {
-    selectors.push(`[data-node="${CSS.escape(node)}"]`);
-  }
-  for (const same of page.querySelectorAll(selectors.join())) same.classList.add("hot");
+/**
+ * Handlers that mark a call in the bar, the graph, the timeline and the tables while the pointer or the
+ * focus is on it in one of them.
+ */
+function linkedHover(layout) {
+  const nodeOf = new Map(layout.nodes.flatMap((node) => node.members.map((id) => [id, node.id])));
+  const clear = (page) => {
+    for (const hot of page.querySelectorAll(".hot")) hot.classList.remove("hot");
+  };
+  const mark = (event) => {
+    const page = event.currentTarget;
+    const element = event.target.closest?.("[data-call], [data-node]");
+    clear(page);
+    if (!element) return;
+    const { call, node = nodeOf.get(call) } = element.dataset;
+    const folded = node === undefined ? "" : `[data-node="${CSS.escape(node)}"]`;
+    const same = call ? [`[data-call="${CSS.escape(call)}"]`, folded && `${folded}:not([data-call])`].filter(Boolean).join() : folded;
+    for (const other of page.querySelectorAll(same)) other.classList.add("hot");
+  };
+  const unmark = (event) => event.currentTarget.contains(event.relatedTarget) || clear(event.currentTarget);
+  return { onMouseOver: mark, onFocusIn: mark, onMouseLeave: unmark, onFocusOut: unmark };
 }
 
-const unmark = (event) => {
-  if (event.currentTarget.contains(event.relatedTarget)) return;
-  for (const hot of event.currentTarget.querySelectorAll(".hot")) hot.classList.remove("hot");
-};
-
-const linkedHover = { onMouseOver: mark, onFocusIn: mark, onMouseLeave: unmark, onFocusOut: unmark };
-
-function Head({ session, graph, failure, isLive, isBusy, rows }) {
+function Head({ session, graph, failure, isLive, isBusy }) {
   const state = session.state === "active" ? (isBusy ? "running" : session.kind === "API" || session.kind === "conversation" ? stateOf({ ...session, running: 0 }) : "waiting") : stateOf(session);
   const calls = [...graph.calls.values()];
   const notRun = failure ? failure.others.length : 0;
@@ -218,19 +224,25 @@ function Head({ session, graph, failure, isLive, isBusy, rows }) {
         <CopyButton text={() => location.href} what="the address">
           Link
         </CopyButton>
-        <Downloads session={session} rows={rows} />
+        <Downloads session={session} />
         <RunActions run={session} running={running} disabled={!isLive} after={() => go("/")} />
       </span>
     </div>
   );
 }
 
-function Downloads({ session, rows }) {
+function Downloads({ session }) {
   const name = nameOf(session).replaceAll(/[^\w.-]+/g, "_");
+  const path = `api/sessions/${session.id}`;
   return (
-    <button class="btn small" type="button" onClick={() => save(JSON.stringify(Object.fromEntries(rows), null, 2), `${name}.json`)}>
-      JSON
-    </button>
+    <>
+      <a class="btn small" href={`${path}/run.json`} download={`${name}.json`} title="The run with its calls, variables and texts">
+        JSON
+      </a>
+      <a class="btn small" href={`${path}/trace.json`} download={`${name}.perfetto.json`} title="Timeline for ui.perfetto.dev">
+        Trace
+      </a>
+    </>
   );
 }
 

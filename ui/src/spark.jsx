@@ -5,14 +5,29 @@ const WIDTH = 200;
 const HEIGHT = 34;
 const MAX_SLOTS = 64; // Above this, one drawn slot stands for several.
 
-const points = (values, max) =>
-  values.map((v, i) => `${((i / Math.max(1, values.length - 1)) * WIDTH).toFixed(1)},${(HEIGHT - ((v ?? 0) / max) * 32).toFixed(1)}`);
+/** The parts of a line without its unknown values. */
+function linesOf(values, max) {
+  const lines = [];
+  values.forEach((value, i) => {
+    if (value == null) return;
+    const point = `${((i / Math.max(1, values.length - 1)) * WIDTH).toFixed(1)},${(HEIGHT - (value / max) * 32).toFixed(1)}`;
+    if (values[i - 1] == null) lines.push([point]);
+    else lines.at(-1).push(point);
+  });
+  return lines.map((line) => (line.length > 1 ? line : [line[0], line[0]]));
+}
 
-/** `onPoint` gets the number of the value under the pointer, or null. */
+const stroke = (lines) => lines.map((line) => `M${line.join("L")}`).join("");
+
+/** The line down to the ground and back. */
+const area = (lines) => lines.map((line) => `M${line[0].split(",")[0]},${HEIGHT}L${line.join("L")}L${line.at(-1).split(",")[0]},${HEIGHT}Z`).join("");
+
+/** `values`: one for each step, null: unknown. `onPoint` gets the number of the one under the pointer, or null. */
 export function Spark({ values, second, label, write, onPoint }) {
   const [at, setAt] = useState(null);
-  const max = Math.max(...values.map((v) => v ?? 0), ...(second ?? [])) * 1.12 || 1;
-  const line = points(values, max).join("L");
+  const known = values.filter((value) => value != null);
+  const max = Math.max(0, ...known, ...(second ?? []).filter((value) => value != null)) * 1.12 || 1;
+  const lines = linesOf(values, max);
   const point = (number) => {
     setAt(number);
     onPoint?.(number);
@@ -29,14 +44,14 @@ export function Spark({ values, second, label, write, onPoint }) {
       viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
       preserveAspectRatio="none"
       role="img"
-      aria-label={`${label}, the last 10 minutes: now ${write(values.at(-1))}, highest ${write(Math.max(...values.map((v) => v ?? 0)))}`}
+      aria-label={`${label}, the last 10 minutes: now ${write(values.at(-1))}, highest ${write(known.length ? Math.max(...known) : null)}`}
       onPointerMove={follow}
       onPointerLeave={() => point(null)}
     >
       <line x1="0" x2={WIDTH} y1="33.5" y2="33.5" />
-      <path class="area" d={`M0,${HEIGHT}L${line}L${WIDTH},${HEIGHT}Z`} />
-      <path d={`M${line}`} />
-      {second && <path class="second" d={`M${points(second, max).join("L")}`} />}
+      <path class="area" d={area(lines)} />
+      <path d={stroke(lines)} />
+      {second && <path class="second" d={stroke(linesOf(second, max))} />}
       {x !== null && <line class="at" x1={x} x2={x} y1="0" y2={HEIGHT} />}
     </svg>
   );

@@ -1,6 +1,7 @@
 // When each call ran: a lane for each engine, with names and ticks, and one for the program's own code.
-import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useMemo, useRef } from "preact/hooks";
 import { seconds } from "./format.js";
+import { useSize } from "./graph_view.jsx";
 import { memo } from "./memo.js";
 
 const TALL = 24; // The height of a bar, and of a folded group.
@@ -63,14 +64,8 @@ const tick = (s, step) => (s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `
 
 export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) {
   const box = useRef(null);
-  const [width, setWidth] = useState(900);
-  useLayoutEffect(() => {
-    const measure = () => setWidth(Math.max(300, box.current.clientWidth));
-    measure();
-    const watch = new ResizeObserver(measure);
-    watch.observe(box.current);
-    return () => watch.disconnect();
-  }, []);
+  const size = useSize(box);
+  const width = Math.max(300, size?.width ?? 0);
   const lanes = useMemo(() => lanesOf(graph, layout, isFolded, now), [graph, layout, isFolded, now]);
   const isNarrow = width < 520;
   const left = isNarrow ? 74 : 96;
@@ -93,8 +88,8 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   return (
     <div class="tl" ref={box}>
       {!lanes.size && <p class="hint">No call was ready yet.</p>}
-      {lanes.size > 0 && (
-        <svg role="group" aria-label="Timeline of calls" viewBox={`0 0 ${width} ${y}`} width={width} height={y}>
+      {lanes.size > 0 && size && (
+        <svg role="group" aria-label="Timeline of calls" onMouseOver={addTooltip} viewBox={`0 0 ${width} ${y}`} width={width} height={y}>
           {ticks.map((time) => (
             <g key={time}>
               <line class="tick" x1={x(time)} x2={x(time)} y1="20" y2={y - 8} />
@@ -165,6 +160,14 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
       </p>
     </div>
   );
+}
+
+/** The browser shows a bar's name as a tooltip. It is added when the pointer comes: bars are many. */
+function addTooltip(event) {
+  const bar = event.target.closest(".bar-g");
+  if (!bar) return;
+  const title = bar.querySelector("title") ?? bar.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "title"));
+  title.textContent = bar.getAttribute("aria-label");
 }
 
 const Gap = ({ x, y, width, label, time }) => (
@@ -253,15 +256,14 @@ const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritic
       onClick={open}
       onKeyDown={press}
     >
-      <title>{title}</title>
       {xStart - xReady > 1 && <rect class="queue" x={xReady} y={y + 1} width={xStart - xReady} height={height - 2} rx="3" />}
-      <rect class="pre" x={xStart} y={y} width={Math.max(1, xFirst - xStart)} height={height} rx="3" />
+      {xFirst - xStart >= 0.5 && <rect class="pre" x={xStart} y={y} width={xFirst - xStart} height={height} rx="3" />}
       {steps ? (
         <path class="dec" d={steps} transform={`translate(0,${y})`} />
       ) : (
         <rect class="dec" x={xFirst} y={y} width={Math.max(3, xEnd - xFirst)} height={height} rx="3" />
       )}
-      <rect class="frame" x={xReady - 1.5} y={y - 1.5} width={Math.max(4, xEnd - xReady) + 3} height={height + 3} rx="4" />
+      {isShown && <rect class="frame" x={xReady - 1.5} y={y - 1.5} width={Math.max(4, xEnd - xReady) + 3} height={height + 3} rx="4" />}
       {hasLabel && (
         <text class={colour} x={isInside ? xFirst + 6 : isBefore ? xStart + 6 : xEnd + 6} y={y + height / 2 + 4}>
           {label}

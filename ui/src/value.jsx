@@ -5,7 +5,7 @@ import { CopyButton, save } from "./parts.jsx";
 
 const NEAR_END = 24; // Pixels from the end at which the view follows a growing text.
 
-export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut, isMain, onOpen }) {
+export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut, isMain, nothing = "nothing yet", onOpen }) {
   const isCut = chars > text.length && text.length > 0 && !isGrowing;
   return (
     <div class="val">
@@ -34,7 +34,7 @@ export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut,
       ) : isHidden ? (
         <p class="hint">{count(chars)} characters that only their tenant may read.</p>
       ) : (
-        <Text name={name} text={text} isGrowing={isGrowing} isMain={isMain} isEmpty={!chars} />
+        <Text name={name} text={text} isGrowing={isGrowing} isMain={isMain} nothing={chars ? "" : nothing} />
       )}
       {isCut && (
         <p class="hint">
@@ -45,7 +45,7 @@ export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut,
   );
 }
 
-function Text({ name, text, isGrowing, isMain, isEmpty }) {
+function Text({ name, text, isGrowing, isMain, nothing }) {
   const box = useRef(null);
   const wasAtEnd = useRef(true);
   useLayoutEffect(() => {
@@ -66,7 +66,7 @@ function Text({ name, text, isGrowing, isMain, isEmpty }) {
     >
       {text}
       {isGrowing && text && <span class="caret" />}
-      {!text && isEmpty && <span class="dim">nothing yet</span>}
+      {!text && nothing && <span class="dim">{nothing}</span>}
     </pre>
   );
 }

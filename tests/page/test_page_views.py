@@ -1,0 +1,319 @@
+"""All views and states of the page on frozen data, in a real browser without a server."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Browser, expect
+
+from tests.page import scene
+from tests.page.stage import OPERATOR, Stage, open_stage
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
+
+RUN = f"run/{scene.RUN}"
+# Each view, with a selector of an element that is there when the view is drawn.
+VIEWS = {
+    "": "table.runs",
+    "?failed&q=nothing": ".empty",
+    RUN: ".node",
+    f"{RUN}/why": ".cutline",
+    f"{RUN}/seeds": ".err",
+    f"{RUN}/total": ".chain",
+    f"{RUN}/notes": ".panel pre",
+    f"{RUN}?group=summary_0": ".panel table",
+    "playground": ".code pre",
+    "engines": ".tree",
+    "tenants": "table",
+    "events": ".events",
+    "nosuch": ".empty",
+}
+RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+AXE = Axe()
+EMPTY: dict[str, Any] = {"service": {"queued": 0, "models": [], "closing": False}}
+ENGINE = {"engine:0": scene.engine_row("engine-0", "embedded", 0, 8)}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(browser: Browser) -> AsyncIterator[Stage]:
+    """A page on a desktop. At the end nothing may have gone wrong in the browser."""
+    stage = await open_stage(browser)
+    yield stage
+    await stage.page.context.close()
+    assert stage.errors == []
+
+
+async def violations(stage: Stage) -> list[tuple[str, list[str]]]:
+    """What axe reports, with the elements."""
+    if not await stage.page.evaluate("'axe' in window"):
+        await stage.page.evaluate(AXE.axe_script)
+    found = await stage.page.evaluate(
+        "async (rules) => (await axe.run(document, {runOnly: rules})).violations", RULES
+    )
+    return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+async def test_axe_finds_nothing(browser: Browser, width: int, scheme: str) -> None:
+    stage = await open_stage(browser, width=width, scheme=scheme)
+    for view, drawn in VIEWS.items():
+        await stage.goto(view)
+        await stage.page.locator(drawn).first.wait_for()
+        assert await violations(stage) == [], view
+    await stage.goto(RUN)
+    await stage.page.click("text=End run")
+    await stage.page.wait_for_selector("dialog[open]")
+    assert await violations(stage) == []
+    await stage.page.context.close()
+    assert stage.errors == []
+
+
+async def test_axe_finds_nothing_in_other_states(browser: Browser) -> None:
+    hidden = OPERATOR | {"sees_values": False}
+    states: list[tuple[str, str, dict[str, Any]]] = [
+        ("", ".empty", {"overview": EMPTY | ENGINE}),
+        ("", ".bones", {"overview": None}),
+        ("", ".notice.bad", {"overview": "lost"}),
+        (f"{RUN}/why", ".notice", {"me": hidden}),
+        ("run/77", ".empty", {}),
+        ("run/9", ".node", {"sessions/9": scene.large_run(100)}),
+    ]
+    for view, drawn, answers in states:
+        stage = await open_stage(browser)
+        stage.answers = answers
+        await stage.goto(view)
+        await stage.page.locator(drawn).first.wait_for()
+        assert await violations(stage) == [], (view, answers.keys())
+        await stage.page.context.close()
+
+
+async def test_nothing_is_wider_than_the_screen(stage: Stage) -> None:
+    for width in (320, 390, 768, 1440):
+        await stage.page.set_viewport_size({"width": width, "height": 800})
+        for view, drawn in VIEWS.items():
+            await stage.goto(view)
+            await stage.page.locator(drawn).first.wait_for()
+            shown = await stage.page.evaluate("document.documentElement.scrollWidth")
+            assert shown <= width, (view, width)
+
+
+async def test_the_page_asks_no_other_server(stage: Stage) -> None:
+    asked: list[str] = []
+    stage.page.on("request", lambda request: asked.append(request.url))
+    for view, drawn in VIEWS.items():
+        await stage.goto(view)
+        await stage.page.locator(drawn).first.wait_for()
+    assert asked
+    assert all(url.startswith("http://parrot.test/ui/") for url in asked)
+
+
+async def test_titles_name_the_place(stage: Stage) -> None:
+    titles = {
+        "": "Runs · Parrot",
+        RUN: "newsletter · Parrot",
+        f"session/{scene.RUN}": "newsletter · Parrot",
+        "placement": "Engines · Parrot",
+        "nosuch": "Not found · Parrot",
+    }
+    for view, title in titles.items():
+        await stage.goto(view)
+        await expect(stage.page).to_have_title(title)
+
+
+async def test_the_keyboard_suffices(stage: Stage) -> None:
+    await stage.page.set_viewport_size({"width": 1000, "height": 800})  # No panel opens by itself.
+    await stage.goto(RUN)
+    page = stage.page
+    await page.locator(".node.running").wait_for()
+    await page.locator("svg.g").focus()
+    await page.keyboard.press("Tab")
+    assert await focused(stage) == "why"
+    await page.keyboard.press("ArrowLeft")
+    assert await focused(stage) == "verdict"
+    await page.keyboard.press("Enter")
+    await page.wait_for_selector(".panel h2 >> text=review")
+    assert await page.evaluate("document.activeElement.className") == "panel"
+    await page.keyboard.press("Escape")
+    await page.locator(".panel").wait_for(state="detached")
+    await expect(page.locator(".node[data-node=verdict]")).to_be_focused()
+    await page.keyboard.press("Space")
+    await page.wait_for_selector(".panel h2 >> text=review")
+    await page.keyboard.press("Escape")
+    await stage.goto()
+    await page.wait_for_selector("table.runs")
+    await page.keyboard.press("/")
+    await page.keyboard.type("harbour nonsense")
+    await page.wait_for_selector("text=No run matches")
+
+
+async def focused(stage: Stage) -> Any:
+    return await stage.page.evaluate("document.activeElement.dataset.node")
+
+
+async def test_a_call_is_marked_everywhere(stage: Stage) -> None:
+    await stage.goto(RUN)
+    page = stage.page
+    await page.locator(".bar-g[data-call=text]").hover()
+    hot = ".hot[data-call=text]"
+    for place in (".wall", ".canvas", ".tl"):
+        await page.locator(f"{place} {hot}").wait_for()
+    await page.click("text=Calls14")
+    await page.locator("tr[data-call=text]").hover()
+    await page.locator(".canvas .hot[data-node=text]").wait_for()
+    await page.locator("tr[data-call=summary_3]").hover()
+    await page.locator(".canvas .hot[data-node=summary_0]").wait_for()
+    assert await page.locator(".canvas .hot").count() == 1
+
+
+async def test_a_failure_is_told_once_and_its_cause_named(stage: Stage) -> None:
+    await stage.goto(f"{RUN}/total")
+    panel = stage.page.locator(".panel")
+    await panel.locator("text=Did not run, because").wait_for()
+    assert await panel.locator(".err").count() == 1
+    assert "invalid literal" in await panel.locator(".err").inner_text()
+    await panel.locator(".why .as-name").click()
+    await stage.page.wait_for_selector(".panel h2 >> text=parse_seeds")
+    cause = await stage.page.locator(".blame .cause").inner_text()
+    assert cause.startswith("parse_seeds failed: ValueError")
+
+
+async def test_the_first_sentence_says_where_the_time_went(stage: Stage) -> None:
+    await stage.goto(RUN)
+    sentence = stage.page.locator(".blame p").last
+    await expect(sentence).to_contain_text(
+        "61 % of 20.2 s were spent in summarize → combine → review"
+    )
+    await expect(sentence).to_contain_text(
+        "24 % passed in your program, mostly before it set notes"
+    )
+    bar = await stage.page.locator(".wall > *").all_inner_texts()
+    assert [text for text in bar if text] == [
+        "summarize 26 %",
+        "combine 23 %",
+        "review 13 %",
+        "your program 23 %",
+        "why 14 %",
+    ]
+
+
+async def test_the_prompt_is_shown_as_the_model_saw_it(stage: Stage) -> None:
+    await stage.goto(f"{RUN}/why")
+    prompt = stage.page.locator(".prompt")
+    await expect(prompt.locator(".cutline")).to_contain_text("218 tokens from the KV cache")
+    assert await prompt.locator(".turn").all_inner_texts() == [
+        "system\nYou are the editor of a small newsletter. Answer in plain English.",
+        f"user\nHere is the issue:\n\n{scene.STORY}\n\nVerdict: Yes.",
+        f"user, on\n\nNotes of the editor: {scene.NOTES}\n\nWhy? Answer in two sentences.",
+        f"output\n{scene.WHY}",
+    ]
+    inputs = await stage.page.locator(".io > :first-child .val .mono").all_inner_texts()
+    assert inputs == ["text", "verdict", "notes"]
+
+
+async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
+    await stage.goto(f"{RUN}/why")
+    await stage.page.wait_for_selector(".cutline")
+    await stage.page.wait_for_selector("pre >> text=Keep it light")
+    await stage.page.click("text=Run again in the playground")
+    call = stage.page.get_by_label("Prompt of call 1")
+    await expect(call).to_have_value(
+        "Here is the issue:\n\n{{text}}\n\nVerdict: {{verdict}}\nNotes of the editor: {{notes}}"
+        "\n\nWhy? Answer in two sentences."
+    )
+    assert await stage.page.locator(".call .msg textarea").first.input_value() == scene.STORY
+    assert await stage.page.get_by_label("Temperature").input_value() == "0"
+    assert await stage.page.get_by_label("Max tokens").input_value() == "120"
+    assert await stage.page.get_by_role("switch").is_checked()
+
+
+async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> None:
+    page = stage.page
+    await stage.goto("?q=9,003")
+    rows = page.locator("tr.row")
+    await expect(rows).to_have_count(1)
+    await expect(rows).to_contain_text("contract-review")
+    await stage.goto("?failed")
+    await expect(rows).to_have_count(2)
+    await stage.goto()
+    groups = await page.locator("tr.group").all_inner_texts()
+    assert groups == ["Now", "Today", "Yesterday"]
+    folded = page.locator("tr.row", has_text="API \u00d728")
+    await folded.locator("button").click()
+    await expect(page.locator("tr.sub")).to_have_count(21)  # 20 requests, and how many are left
+    await page.click("th button >> text=Calls")
+    assert "sort=calls" in page.url
+    await expect(rows.first).to_contain_text("nightly-eval")
+    await page.get_by_label("Kind").select_option("API")
+    assert "kind=API" in page.url
+    await expect(page.locator("tr.row:not(.sub)")).to_have_count(2)
+
+
+async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:
+    page = stage.page
+    actions = {
+        RUN: ("text=End run", "Keep it running", f"sessions/{scene.RUN}/end"),
+        f"{RUN}/why": (".panel >> text=Stop", "Let it run", f"sessions/{scene.RUN}/cancel/13"),
+        "engines": ("text=Drain >> nth=0", "Keep it serving", "engines/0/drain"),
+    }
+    for view, (button, harmless, path) in actions.items():
+        await stage.goto(view)
+        await page.click(button)
+        await expect(page.locator("dialog[open] [autofocus], dialog[open] :focus")).to_have_text(
+            harmless
+        )
+        await page.keyboard.press("Enter")
+        await expect(page.locator("dialog[open]")).to_have_count(0)
+        assert stage.posted == [], view
+        await page.click(button)
+        await page.click("dialog[open] button.main")
+        await expect(page.locator("dialog[open]")).to_have_count(0)
+        assert [posted for posted, _ in stage.posted] == [path]
+        stage.posted.clear()
+
+
+async def test_a_phone_shows_the_panel_as_a_sheet(browser: Browser) -> None:
+    stage = await open_stage(browser, width=390)
+    await stage.goto(RUN)
+    page = stage.page
+    await page.locator(".node").first.wait_for()
+    assert await page.locator(".panel").count() == 0
+    await page.locator(".node.failed").click()
+    box = await page.locator(".panel").bounding_box()
+    assert box is not None
+    assert (box["x"], box["width"]) == (0, 390)
+    assert 60 < box["y"] < 200
+    await page.locator(".scrim").click(position={"x": 20, "y": 20})
+    await expect(page.locator(".panel")).to_have_count(0)
+    await page.context.close()
+
+
+async def test_states_without_data(browser: Browser) -> None:
+    states: list[tuple[str, dict[str, Any], str]] = [
+        ("", {"overview": EMPTY | ENGINE}, "There is no run yet"),
+        ("", {"overview": "lost"}, "No answer from parrot.test"),
+        ("engines", {"overview": EMPTY, "placement": {}}, "No engine has registered"),
+        ("events", {"events": {}}, "Nothing has happened yet"),
+        ("tenants", {"usage": {}}, "No call has completed yet"),
+        ("run/77", {}, "There is no such run"),
+        ("run/8", {"sessions/8": {"session": scene.run_row(8, "new")}}, "Nothing was called yet"),
+        (f"{RUN}/why", {"me": OPERATOR | {"sees_values": False}}, "belong to tenant public"),
+    ]
+    for view, answers, words in states:
+        stage = await open_stage(browser)
+        stage.answers = answers
+        await stage.goto(view)
+        await stage.page.locator(f"text={words}").first.wait_for()
+        await stage.page.context.close()
+
+
+async def test_a_thousand_calls_and_their_timeline_are_drawn(stage: Stage) -> None:
+    """`python -m tests.page.measure` says how long it takes."""
+    stage.answers["sessions/9"] = scene.large_run()
+    await stage.goto("run/9")
+    await stage.page.locator(".node").nth(999).wait_for(state="attached")
+    assert await stage.page.locator(".node").count() == 1000
+    assert await stage.page.locator(".edge").count() > 1800
+    assert await stage.page.locator(".bar-g").count() == 1000
