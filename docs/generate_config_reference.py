@@ -483,7 +483,8 @@ def metrics_tables() -> dict[str, str]:
     metrics = CoreMetrics(config, TenantTable(config), lambda session_id: None)
     core = metrics.families([], Dispatcher(config, MonotonicClock()))
     host = engine_api.HostTierInfo(num_max_blocks=0, num_free_blocks=0)
-    info = engine_api.RuntimeInfo(host_tier=host, server_load=engine_api.ServerLoad())
+    slots, load = engine_api.WindowSlots(num_slots=0), engine_api.ServerLoad()
+    info = engine_api.RuntimeInfo(host_tier=host, window_slots=slots, server_load=load)
     engine = EngineMetrics("", "").families(info)
     return {"core": metrics_table(core), "engine": metrics_table(engine)}
 

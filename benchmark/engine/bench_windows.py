@@ -98,6 +98,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     sizes, window = sizes_of(args.model, args.gib)
+    report.uses(args.model, KNOWN_SHAPES[args.model])
     report |= {"model": args.model, "gib": args.gib, "window": window, "rounds": ROUNDS}
     report |= {"num_blocks": sizes.num_blocks, "num_slots": sizes.num_slots}
     for length in LENGTHS:

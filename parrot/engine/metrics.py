@@ -14,6 +14,7 @@ from parrot.protocol.engine_api import (
     HostTierInfo,
     RuntimeInfo,
     ServerLoad,
+    WindowSlots,
 )
 from parrot.utils.logs import CALLS, log_call
 from parrot.utils.metrics import (
@@ -176,6 +177,7 @@ class EngineMetrics:
 
     def families(self, info: RuntimeInfo) -> Iterator[Metric]:
         gauges = _gauges(info) | ({} if info.host_tier is None else _host_gauges(info.host_tier))
+        gauges |= {} if info.window_slots is None else _slot_gauges(info.window_slots)
         gauges |= {} if info.server_load is None else _server_gauges(info.server_load)
         for name, (text, value) in gauges.items():
             yield gauge(f"parrot_engine_{name}", text, {self._labels: value}, *_LABELS)
@@ -226,6 +228,17 @@ def _host_gauges(host: HostTierInfo) -> dict[str, tuple[str, float]]:
     return {
         "host_kv_blocks": ("KV blocks that fit in CPU memory.", host.num_max_blocks),
         "host_kv_blocks_free": ("Free KV blocks in CPU memory.", host.num_free_blocks),
+    }
+
+
+def _slot_gauges(slots: WindowSlots) -> dict[str, tuple[str, float]]:
+    return {
+        "window_slots": ("KV blocks of layers with sliding windows.", slots.num_slots),
+        "window_slots_held": ("Such blocks that running requests need.", slots.num_held),
+        "window_slots_kept": (
+            "Such blocks at points where another request may continue.",
+            slots.num_kept,
+        ),
     }
 
 

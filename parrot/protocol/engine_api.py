@@ -317,6 +317,15 @@ class HostTierInfo(InternalPayload):
     failed_transfers: Amount = 0
 
 
+class WindowSlots(InternalPayload):
+    """KV blocks of the layers with sliding windows."""
+
+    num_slots: Amount
+    num_held: Amount = Field(0, description="that running contexts need")
+    num_kept: Amount = Field(0, description="at points where another context may continue")
+    window: Amount = Field(0, description="tokens of the largest window")
+
+
 class PromptTokens(InternalPayload):
     """Prompt tokens of all finished requests, by the place where their KV was found."""
 
@@ -411,6 +420,7 @@ class RuntimeInfo(InternalPayload):
     costs: StepCosts | None = Field(None, description="as measured; null: unknown")
     capabilities: Capabilities | None = Field(None, description="null: as registered")
     host_tier: HostTierInfo | None = None
+    window_slots: WindowSlots | None = Field(None, description="null: blocks have all KV")
     server_load: ServerLoad | None = Field(None, description="null: not reported, or too old")
     num_ranks: Positive = Field(
         1, description="processes that share the model; memory is per process"

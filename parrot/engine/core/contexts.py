@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from parrot.engine.core.block_pool import NO_ROOT, BlockHasher, BlockPool, Root
 from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_used
 from parrot.engine.core.steps import BlockCopy
+from parrot.protocol.engine_api import WindowSlots
 from parrot.utils.clock import Clock
 
 _NOT_FAILED = (-1, -1, None)  # Equals no state of the pool.
@@ -254,6 +255,9 @@ class ContextTree:
 
     def advance(self, context: Context) -> None:
         pass
+
+    def slots_info(self) -> WindowSlots | None:
+        return None
 
     def take_slot_changes(self) -> tuple[tuple[int, int], ...]:
         return ()

@@ -441,6 +441,7 @@ class EngineCore:
             num_steps=self._totals.num_steps,
             costs=costs if host is None else host.with_copies(costs),
             host_tier=None if host is None else host.tier.info(),
+            window_slots=self._tree.slots_info() if self._tree.has_windows else None,
             num_ranks=self.info.num_ranks,
             prompt_tokens=self.requests.prompts.payload(),
         )

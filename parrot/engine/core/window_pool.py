@@ -51,6 +51,10 @@ class WindowPool:
     def num_held(self) -> int:
         return len(self._holds)
 
+    @property
+    def num_kept(self) -> int:
+        return len(self._kept)
+
     def has(self, block: int) -> bool:
         return block in self._slots
 

@@ -20,6 +20,7 @@ from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.shares import ShareGroup
 from parrot.engine.core.steps import BlockCopy
 from parrot.engine.core.window_pool import WindowPool
+from parrot.protocol.engine_api import WindowSlots
 
 _NOTHING = range(0)
 
@@ -169,6 +170,15 @@ class WindowedTree(ContextTree):
         not_computed = max(self.pool.blocks_for(context.num_computed), context.owned_from)
         for block in blocks[not_computed : window.stop]:
             self.slots.detach(block)
+
+    def slots_info(self) -> WindowSlots:
+        slots = self.slots
+        return WindowSlots(
+            num_slots=slots.num_slots,
+            num_held=slots.num_held,
+            num_kept=slots.num_kept,
+            window=self._window,
+        )
 
     def take_slot_changes(self) -> tuple[tuple[int, int], ...]:
         """See `StepPlan.slot_changes`."""

@@ -37,6 +37,8 @@ def test_a_running_context_holds_its_window_only() -> None:
         world.step()
         most = max(most, slots_of(world).slots.num_held)
     assert most <= 7
+    info = world.core.runtime_info().window_slots
+    assert (info.num_slots, info.num_held, info.num_kept, info.window) == (9, 0, 3, 8)
     assert world.bytes_of(1) == (TEXT + TEXT[14:26] + TEXT[:26] * 2)[:80].encode()
 
 
