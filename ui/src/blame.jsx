@@ -129,7 +129,7 @@ function Wall({ segments, total, graph, onOpen }) {
     <div class={segments.length > MANY ? "wall many" : "wall"}>
       {segments.map((segment, i) => {
         const { kind, from, to, id } = segment;
-        const size = { flexGrow: to - from };
+        const size = { flexGrow: (100 * (to - from)) / total };
         const percent = share(to - from, total);
         const isWide = (to - from) / total > 0.06;
         if (kind === "program" || kind === "queue") {
@@ -170,6 +170,14 @@ function Wall({ segments, total, graph, onOpen }) {
   );
 }
 
+const PREFIX = /^native function `[^`]*` failed: /; // The function's name stands beside the message.
+
+/** The message of the first cause; its type if the visitor may not see it. */
+export const errorText = (errors) => {
+  const cause = errors?.at(-1);
+  return cause ? cause.message.replace(PREFIX, "") || cause.type.replaceAll("_", " ") : "";
+};
+
 /** What failed first, and which calls did not run because of it. */
 export function failureOf(graph, rows) {
   const failed = [...graph.calls].filter(([, call]) => call.state === "failed");
@@ -177,6 +185,6 @@ export function failureOf(graph, rows) {
   const [first] = own.length ? own : failed;
   if (!first) return null;
   const errors = first[1].outputs.map((output) => rows.get(`var:${output}`)?.errors).find(Boolean) ?? [];
-  return { id: first[0], message: errors.at(-1)?.message ?? "", others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id), number: own.length };
+  return { id: first[0], message: errorText(errors), others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id), number: own.length };
 }
 

@@ -10,6 +10,9 @@ const FIT_AT_LEAST = 0.8; // A smaller scale cannot be read, so the graph is cut
 const FAR = 0.45; // Below this scale only boxes are drawn.
 const MARGIN = 20;
 const STEP = 60; // Pixels that an arrow key moves the graph.
+const MIN_HEIGHT = 190; // Pixels of the window of a graph.
+const MAX_HEIGHT = innerWidth > 720 ? 340 : 250;
+const MAX_NAME = 17; // Characters of a name that fit into a node.
 const MANY_NODES = 200; // With more, nodes far from the window are only boxes.
 
 export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }) {
@@ -100,7 +103,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
           </button>
         </span>
       </header>
-      <div class="canvas" ref={canvas}>
+      <div class="canvas" ref={canvas} style={{ height: `${heightOf(layout, size)}px` }}>
         <svg
           class="g"
           role="group"
@@ -147,6 +150,12 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
       </div>
     </section>
   );
+}
+
+/** The window is as high as the graph, within bounds. */
+function heightOf({ width, height }, size) {
+  const k = size === null ? 1 : Math.min(1.15, Math.max(FIT_AT_LEAST, (size.width - 2 * MARGIN) / width));
+  return Math.round(Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, height * k + 96)));
 }
 
 const isInside = ({ x, y }, part) => x > part.left && x < part.right && y > part.top && y < part.bottom;
@@ -300,14 +309,14 @@ function nodeLook(node, graph, shares) {
   const percent = Math.round(100 * node.members.reduce((sum, id) => sum + (shares.get(id) ?? 0), 0));
   const isCritical = node.members.some((id) => shares.has(id));
   return {
-    name: calls.length > 1 ? `${first.func_name} ×${calls.length}` : first.func_name || first.output,
+    name: first.func_name || first.output,
+    number: calls.length > 1 ? ` ×${calls.length}` : "",
     detail: calls.length > 1 ? groupDetail(calls) : detailOf(first, graph),
     state,
     word: calls.length > 1 ? "" : looks(first, graph.hasEnded).word,
     percent,
     isCritical,
     isNative: first.kind === "native",
-    isGroup: calls.length > 1,
   };
 }
 
@@ -334,8 +343,9 @@ function detailOf(call, graph) {
   return word;
 }
 
-const Node = memo(function Node({ node, x, y, name, detail, state, word, percent, isCritical, isNative, isGroup, isNear, isShown, isReached, onOpen, onKey }) {
+const Node = memo(function Node({ node, x, y, name, number, detail, state, word, percent, isCritical, isNative, isNear, isShown, isReached, onOpen, onKey }) {
   const { width, height } = NODE;
+  const isGroup = number !== "";
   const open = () => onOpen(node);
   const press = (event) => {
     if (event.key === "Enter" || event.key === " ") {
@@ -353,7 +363,7 @@ const Node = memo(function Node({ node, x, y, name, detail, state, word, percent
       transform={`translate(${x},${y})`}
       role="button"
       tabindex={isReached ? 0 : -1}
-      aria-label={`${name} ${detail}${part}${word && word !== detail ? `, ${word}` : ""}`}
+      aria-label={`${name}${number} ${detail}${part}${word && word !== detail ? `, ${word}` : ""}`}
       data-node={node.id}
       data-call={isGroup ? undefined : node.id}
       onClick={open}
@@ -361,13 +371,13 @@ const Node = memo(function Node({ node, x, y, name, detail, state, word, percent
     >
       {isGroup && <rect class="b" x="5" y="-5" width={width - 5} height={height} rx="9" />}
       <rect class="b" width={width} height={height} rx={isNative ? 2 : 9} />
-      {isNear && <Inside {...{ name, detail, state, percent, isCritical }} />}
+      {isNear && <Inside {...{ name, number, detail, state, percent, isCritical }} />}
     </g>
   );
 });
 
 /** What a node shows in its box. */
-function Inside({ name, detail, state, percent, isCritical }) {
+function Inside({ name, number, detail, state, percent, isCritical }) {
   const { width, height } = NODE;
   return (
     <>
@@ -375,10 +385,11 @@ function Inside({ name, detail, state, percent, isCritical }) {
       <rect class="ring" x="-4" y="-4" width={width + 8} height={height + 8} rx="12" />
       <Glyph state={state} x="12" y="11" width="16" height="16" />
       <text x="34" y="24">
-        {cut(name, 15)}
+        {cut(name, MAX_NAME - number.length)}
+        {number}
       </text>
       <text class="d" x="34" y="42">
-        {cut(detail, 19)}
+        {cut(detail, 22)}
       </text>
       {percent > 0 && isCritical && (
         <g class="chip" transform={`translate(${width - 48},-9)`}>

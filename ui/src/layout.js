@@ -1,6 +1,6 @@
 // Places for the nodes of a graph: layers from left to right, with lanes for edges that skip layers.
 
-export const NODE = { width: 152, height: 54, gapX: 46, gapY: 22 };
+export const NODE = { width: 172, height: 54, gapX: 42, gapY: 22 };
 const LANE = 12; // The height of a lane.
 const MAX_LANES = 3000; // With more, long edges run behind the nodes.
 const SWEEPS = 6;

@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import { post, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { Sentence } from "./blame.jsx";
+import { Sentence, errorText } from "./blame.jsx";
 import { draftOfCall, putDraft } from "./draft.js";
 import { count, plural, seconds, share } from "./format.js";
 import { parentsOf } from "./graph.js";
@@ -352,8 +352,8 @@ function Errors({ errors, producer, run }) {
   const { graph, rows, open } = run;
   const cause = producer === undefined ? undefined : causeOf(graph, producer);
   const isOwn = cause === producer;
-  const message = errors.map((error) => (error.message ? `${error.type}: ${error.message}` : error.type));
-  const root = message.at(-1);
+  const message = errors.map((error) => error.message || error.type.replaceAll("_", " "));
+  const root = errorText(errors);
   if (!isOwn && graph.calls.has(cause)) {
     const call = graph.calls.get(cause);
     const inputs = parentsOf(graph, cause).filter((id) => graph.calls.get(id).state === "done");
@@ -436,7 +436,7 @@ function Phases({ call, now }) {
     <>
       <div class="phases" aria-hidden="true">
         {parts.map(([name, time]) => (
-          <i key={name} class={name} style={{ flexGrow: Math.max(time, total * 0.02) }} />
+          <i key={name} class={name} style={{ flexGrow: 100 * Math.max(time / total, 0.02) }} />
         ))}
       </div>
       <p class="legend">

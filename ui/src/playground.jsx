@@ -150,8 +150,10 @@ function Settings({ settings, models, change, children }) {
       <label class="wide">
         Model
         <select class="field" value={settings.model} onChange={(event) => change({ model: event.target.value })}>
-          <option value="">{models.length === 1 ? models[0] : "Any model"}</option>
-          {models.length !== 1 && models.map((name) => <option key={name}>{name}</option>)}
+          <option value="">{models.length === 1 ? `Any (${models[0]})` : "Any model"}</option>
+          {models.map((name) => (
+            <option key={name}>{name}</option>
+          ))}
           {settings.model && !models.includes(settings.model) && <option>{settings.model}</option>}
         </select>
       </label>

@@ -15,7 +15,9 @@ export function readProgram(calls, settings) {
   const made = new Set(calls.map((call) => call.name));
   const read = calls.map((call) => {
     const names = placeholders(call.prompt);
-    return { ...call, template: names.includes(call.name) ? call.prompt : `${call.prompt.trimEnd()} {{${call.name}}}`, takes: names.filter((name) => name !== call.name) };
+    const end = settings.chat ? " " : ""; // A model continues plain text where it ends.
+    const template = names.includes(call.name) ? call.prompt : `${call.prompt}${end}{{${call.name}}}`;
+    return { ...call, template, takes: names.filter((name) => name !== call.name) };
   });
   const inputs = [...new Set(read.flatMap((call) => call.takes))].filter((name) => !made.has(name));
   return { calls: inOrder(read), inputs, settings };
@@ -135,7 +137,8 @@ export function asOpenAI({ calls, inputs, settings }, values, url, models) {
     ? `def ask(*messages):\n    answer = client.chat.completions.create(model=${model}, ${limits}, messages=messages)\n    return answer.choices[0].message.content`
     : `def ask(prompt):\n    answer = client.completions.create(model=${model}, ${limits}, prompt=prompt)\n    return answer.choices[0].text`;
   const made = calls.map((call) => {
-    const prompt = filled(call.template.replace(`{{${call.name}}}`, "").trimEnd());
+    const given = call.template.replace(`{{${call.name}}}`, "");
+    const prompt = filled(settings.chat ? given.trimEnd() : given);
     if (!settings.chat) return `${call.name} = ask(${prompt})`;
     const messages = [...(call.system ? [`{"role": "system", "content": ${text(call.system)}}`] : []), `{"role": "user", "content": ${prompt}}`];
     return messages.length > 1 ? `${call.name} = ask(\n    ${messages.join(",\n    ")},\n)` : `${call.name} = ask(${messages[0]})`;

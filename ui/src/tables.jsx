@@ -1,4 +1,5 @@
 // Variables and calls of a run as tables: what those who cannot see the graph read instead.
+import { errorText } from "./blame.jsx";
 import { Mark } from "./icons.jsx";
 import { count, seconds, share } from "./format.js";
 import { looks } from "./states.js";
@@ -100,7 +101,7 @@ export function Variables({ rows, graph, onOpen }) {
               </td>
               <td class="n">{row.chars > 0 && count(row.chars)}</td>
               <td class={row.errors ? "st failed" : "dim"}>
-                <div class="cut value-head">{row.errors ? row.errors.at(-1).message || row.errors.at(-1).type : row.head}</div>
+                <div class="cut value-head">{row.errors ? errorText(row.errors) : row.head}</div>
               </td>
             </tr>
           );

@@ -113,6 +113,7 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
                   isGroup={bar.members.length > 1}
                   isShown={bar.members.length > 1 ? shown === `node ${bar.node}` : shown === bar.id}
                   isNarrow={isNarrow}
+                  end={width}
                   onOpen={onOpen}
                 />
               ))}
@@ -233,7 +234,7 @@ function stepsOf(calls, x, first, now, height) {
   return `${d}H${x(first)}Z`;
 }
 
-const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritical, isShown, isNarrow, y, height, xReady, xStart, xFirst, xEnd, steps, onOpen }) {
+const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritical, isShown, isNarrow, end, y, height, xReady, xStart, xFirst, xEnd, steps, onOpen }) {
   const open = () => onOpen(isGroup ? { group: node } : id);
   const press = (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
@@ -244,6 +245,8 @@ const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritic
   const isInside = xEnd - xFirst > need;
   const isBefore = !isInside && xFirst - xStart > need;
   const hasLabel = height > LOW && (isInside || isBefore || !isNarrow || state === "failed");
+  const isLeft = !isInside && !isBefore && xEnd + need > end;
+  const x = isInside ? xFirst + 6 : isBefore ? xStart + 6 : isLeft ? xReady - 6 : xEnd + 6;
   const colour = !isInside ? "" : state === "running" ? "on-run" : isCritical ? "on" : "";
   return (
     <g
@@ -265,7 +268,7 @@ const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritic
       )}
       {isShown && <rect class="frame" x={xReady - 1.5} y={y - 1.5} width={Math.max(4, xEnd - xReady) + 3} height={height + 3} rx="4" />}
       {hasLabel && (
-        <text class={colour} x={isInside ? xFirst + 6 : isBefore ? xStart + 6 : xEnd + 6} y={y + height / 2 + 4}>
+        <text class={colour} x={x} y={y + height / 2 + 4} text-anchor={isLeft ? "end" : undefined}>
           {label}
         </text>
       )}
