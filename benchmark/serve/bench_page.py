@@ -1,12 +1,16 @@
-"""What it costs programs that somebody looks at the page.
+"""The cost of the page for programs: of open views, and of the history of finished runs.
 
     python -m benchmark.serve.bench_page --output benchmark/results/page.json
+    python -m benchmark.serve.bench_page --history --output benchmark/results/page_history.json
 
 One ServeCore with simulated engines serves programs, at a pace that the engines' steps set, in
 turns with nobody looking and with viewers who follow the overview, the placement and one session
 each; all three change all the time. `share` is what viewers take of ServeCore's thread, and so of
 the calls that it could serve: the median difference of CPU seconds a second, of turns that follow
 each other. Sessions of 50 calls stay live, so the views grow with every turn.
+
+With `--history`, two ServeCores take turns, one of them without a history. Each session has one
+call and is deleted, which is the worst case. `ratio` is the CPU time per session, by turns.
 """
 
 import argparse
@@ -29,6 +33,7 @@ from benchmark.serve.bench_calls import (
     quartiles_and_error,
     run,
 )
+from benchmark.serve.bench_calls import summary as ratio
 from parrot.cluster import Cluster
 from parrot.gateway.page.visitors import page_key
 
@@ -118,7 +123,49 @@ async def compare(cluster: Cluster, args: argparse.Namespace, report: Report) ->
             report.add("rows", known | {"num_bytes": num_bytes} | summary(looked, alone))
 
 
+async def end_sessions(programs: Sequence[Program], num_sessions: int) -> None:
+    """Run this number of sessions with one call each."""
+    remaining = iter(range(num_sessions))
+
+    async def work(program: Program) -> None:
+        for number in remaining:
+            await program.call(f"what is {number}?")
+            await program.end()
+
+    await asyncio.gather(*map(work, programs))
+
+
+async def compare_history(sides: dict[str, Cluster], args: argparse.Namespace) -> dict[str, object]:
+    async with connect() as http:
+        programs = {
+            side: [Program(http, cluster.core_url) for _ in range(args.concurrency)]
+            for side, cluster in sides.items()
+        }
+        spent: dict[str, list[float]] = {side: [] for side in sides}
+        for turn in range(-_WARM_UP_TURNS, args.turns):
+            for side in sides if turn % 2 else reversed(sides):
+                pid = sides[side].process("core").pid
+                before = cpu_seconds(pid)
+                await end_sessions(programs[side], args.calls)
+                if turn >= 0:
+                    spent[side].append(1e3 * (cpu_seconds(pid) - before) / args.calls)
+        return ratio(**spent)
+
+
+def measure_history(args: argparse.Namespace, report: Report) -> None:
+    engine = {"engine_type": "sim", "instance": ZERO_COST}
+    report.uses("engine", engine)
+    with (
+        Cluster(engines=[engine]) as on,
+        Cluster(core={"history": {"max_runs": 0}}, engines=[engine]) as off,
+        pinned(on, off),
+    ):
+        row = asyncio.run(compare_history({"on": on, "off": off}, args))
+        report.add("rows", {"sessions_per_turn": args.calls, "turns": args.turns} | row)
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--history", action="store_true", help="compare with and without it")
     parser.add_argument("--viewers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--calls", type=int, default=128, help="of each turn")
@@ -127,6 +174,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
+    if args.history:
+        measure_history(args, report)
+        return
     engine = {"engine_type": "sim", "instance": ZERO_COST | {"step_s": args.step_s}}
     report.uses("engine", engine)
     core = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 100_000}}

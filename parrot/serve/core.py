@@ -99,7 +99,8 @@ class Attached(Protocol):
 
 class KeepsRuns(Protocol):
     """Called when a session ends, with the error of its unsettled variables. Once these are
-    settled, the steps of the result run, and then the graph is freed. A step yields its size."""
+    settled, the steps of the result run, and then the graph is freed. A step yields its size. A
+    keeper that needs the graph for longer sets `keeps_graph`, and frees the graph."""
 
     def __call__(self, session: Session, error: ParrotError) -> Iterator[int]: ...
 
@@ -497,4 +498,5 @@ class ServeCore:
         yield from chain.from_iterable(keeping)
         self.sessions.remove(session)
         self.events.emit(SessionEnded, session, self.clock.now() - session.created_at)
-        yield from session.graph.free()
+        if not session.keeps_graph:
+            yield from session.graph.free()

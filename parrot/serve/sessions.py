@@ -246,6 +246,7 @@ class Session:
     was_read: bool = False  # a read has had to wait, so held calls may run
     was_abandoned: bool = False  # a client has left the last read that ended
     is_wake_due: bool = False  # a timer will start the held calls
+    keeps_graph: bool = False  # a keeper of runs frees the graph after the session's end
     expiry: Timer | None = None
     log: SessionLog | None = None
 

@@ -68,6 +68,14 @@ async def test_a_restart_keeps_a_run_until_it_is_deleted() -> None:
         assert await rows_of(site, f"sessions/{run}") == {}
 
 
+async def test_a_restart_keeps_a_run_that_was_not_read() -> None:
+    file, config = MemoryFile(), CoreConfig(insecure=True)
+    async with serving(file, config=config) as site:
+        run, _, _ = await finished_run(site)
+    async with serving(MemoryFile(file.records), config=config) as site:
+        assert f"session:{run}" in await rows_of(site, "overview")
+
+
 @pytest.mark.parametrize(
     ("config", "kept"),
     [

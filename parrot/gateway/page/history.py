@@ -7,6 +7,7 @@ from typing import Any
 
 from parrot.gateway.page.feed import Rows
 from parrot.gateway.page.finished import FinishedRun, RunEnd, finishing
+from parrot.gateway.page.pending import PendingSessions
 from parrot.gateway.page.runs import RowContext
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.errors import ParrotError
@@ -21,12 +22,18 @@ RUN = "run"  # The kind of a journal record with a finished run.
 _TENANT_PART = 2  # One tenant gets a half of all bytes.
 _RUN_PART = 8  # The texts of one run get an eighth of all bytes.
 _JOURNAL_PART = 8  # The history gets an eighth of the journal.
+# Seconds until a pending run is taken. With a journal, a crash loses the runs of that time.
+_TAKE_S, _TAKE_JOURNALED_S = 5.0, 1.0
+_PENDING_UNITS = 256  # Units of work of taking one pending run. A unit is about a microsecond.
 _LATE_S = 1.0  # Seconds after a run's maximum age when it is deleted.
 
 
 class History:
     """Finished runs, bounded by number, age and bytes, with a share of the bytes for each tenant.
-    If it is off, no session's end calls it."""
+    If it is off, no session's end calls it.
+
+    The run of a small session is taken when it is read, or after a few seconds. Until then its
+    session is pending."""
 
     def __init__(self, core: ServeCore) -> None:
         config = core.config
@@ -44,20 +51,22 @@ class History:
         self._groups: dict[tuple[str, str], dict[int, None]] = {}  # ids, in the same order
         self._bytes: Counter[str] = Counter()  # by tenant
         self._log: CommandLog | None = None
+        self._pending = PendingSessions(self._max_runs)
+        self._taking_timer: Timer | None = None
         if self._max_runs:
             core.keepers.append(self.keep)
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._taken())
 
     def __iter__(self) -> Iterator[FinishedRun]:
-        return iter(self._runs.values())
+        return iter(self._taken().values())
 
     def __contains__(self, run_id: object) -> bool:
-        return run_id in self._runs
+        return run_id in self._taken()
 
     def find(self, run_id: int) -> FinishedRun | None:
-        return self._runs.get(run_id)
+        return self._taken().get(run_id)
 
     def overview(self, visitor: Visitor) -> Rows:
         """The rows of the finished runs that the visitor may see."""
@@ -84,6 +93,43 @@ class History:
         return self._keeping(session, RunEnd(self._now(), error, was_busy))
 
     def _keeping(self, session: Session, ending: RunEnd) -> Iterator[int]:
+        if not self._pending.accepts(session):
+            yield from self._taking(session, ending)
+            return
+        session.keeps_graph = True
+        displaced = self._pending.add(session, ending)
+        if self._taking_timer is None:
+            wait_s = _TAKE_S if self._log is None else _TAKE_JOURNALED_S
+            when = self._core.clock.now() + wait_s
+            self._taking_timer = self._timers.call_at(when, self._take_pending)
+        if displaced is not None:
+            yield from displaced.graph.free()
+
+    def _taken(self) -> dict[int, FinishedRun]:
+        """All runs, the pending ones included."""
+        while self._pending:
+            self._take_first()
+        return self._runs
+
+    def _take_pending(self) -> None:
+        """Take all pending runs in steps, between which other tasks run."""
+        self._taking_timer = None
+
+        def steps() -> Iterator[int]:
+            while self._pending:
+                self._take_first()
+                yield _PENDING_UNITS
+
+        self._core.sessions.backlog.add(self, steps())
+
+    def _take_first(self) -> None:
+        """Take the run of the pending session that ended first."""
+        _, session, ending = self._pending.pop()
+        for _ in self._taking(session, ending):
+            pass
+        self._core.sessions.backlog.add(session.id, session.graph.free())
+
+    def _taking(self, session: Session, ending: RunEnd) -> Iterator[int]:
         try:
             room = self._max_bytes // _RUN_PART
             run = yield from finishing(session, ending, self.context, room)
@@ -120,7 +166,7 @@ class History:
 
     def keys_changed(self) -> None:
         """Delete the runs of tenants that have lost their key, or whose history is off now."""
-        for run in list(self._runs.values()):
+        for run in list(self):
             if not self._core.tenants.keeps_runs(run.tenant):
                 self.delete(run.id)
 
@@ -136,6 +182,7 @@ class History:
         self._make_room()
 
     async def close(self) -> None:
+        self._taken()
         await self._timers.close()
 
     def check_integrity(self) -> None:
@@ -162,21 +209,24 @@ class History:
     def _make_room(self) -> None:
         """Apply all limits, and wait for the next run to become too old."""
         oldest_end = self._now() - self._max_age
-        while (first := next(iter(self), None)) is not None and first.ended_at <= oldest_end:
+        runs = self._runs
+        while (
+            first := next(iter(runs.values()), None)
+        ) is not None and first.ended_at <= oldest_end:
             self.delete(first.id)
         while self._bytes:
             tenant, size = self._bytes.most_common(1)[0]
             has_room = self._bytes.total() <= self._max_bytes
             if has_room and size <= self._max_bytes // _TENANT_PART:
                 break
-            self.delete(next(run.id for run in self if run.tenant == tenant))
-        while len(self._runs) > self._max_runs:
+            self.delete(next(run.id for run in runs.values() if run.tenant == tenant))
+        while len(runs) > self._max_runs:
             largest = max(self._groups, key=lambda group: len(self._groups[group]))
             self.delete(next(iter(self._groups[largest])))
         self._set_expiry()
 
     def _set_expiry(self) -> None:
-        first = next(iter(self), None)
+        first = next(iter(self._runs.values()), None)
         if first is not None and self._expiry is None:
             when = first.ended_at + self._max_age + _LATE_S - self._epoch
             self._expiry = self._timers.call_at(when, self._expire)

@@ -285,7 +285,10 @@ class TenantTable:
 
     def keeps_runs(self, tenant_id: str) -> bool:
         """Whether finished runs of the tenant may be kept."""
-        return self.is_served(tenant_id) and self.get(tenant_id).history
+        tenant = self.find(tenant_id)
+        if tenant is None:
+            return not self.is_closed
+        return tenant.history and Scope.USER in tenant.scopes
 
     def cache_salt(self, tenant_id: str) -> str:
         """The salt that separates the tenant's caches. Tenants of one share group have the same

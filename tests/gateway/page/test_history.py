@@ -187,6 +187,35 @@ async def test_many_runs_of_one_tenant_displace_no_other_tenant() -> None:
     await world.core.close()
 
 
+async def test_many_ends_of_one_tenant_displace_no_other_tenant_before_a_reader_comes() -> None:
+    world = Kept(max_runs=10)
+    quiet = [world.program("quiet") for _ in range(3)]
+    loud = [world.program("loud") for _ in range(40)]
+    for program in (*quiet, *loud):
+        program.call("one")
+    for program in (*loud[:20], *quiet, *loud[20:]):
+        program.end()
+    kept = [run.id for run in world.history]
+    ids = [program.scope["session_id"] for program in (*quiet, *loud[-7:])]
+    assert kept == ids
+    assert all(len(run.view(sees_values=True)) > 1 for run in world.history)
+    world.history.check_integrity()
+    await world.history.close()
+    await world.core.close()
+
+
+async def test_a_run_that_no_visitor_reads_is_taken_within_seconds(world: Kept) -> None:
+    program = world.program()
+    session = world.core.sessions.find(program.scope["session_id"])
+    assert session is not None
+    program.call("one")
+    program.end()
+    assert session.graph.calls  # Not taken, because a later session may displace it.
+    await world.clock.advance(6.0)
+    assert not session.graph.calls
+    assert world.run(program).row["state"] == "finished"
+
+
 runs = st.lists(
     st.tuples(
         st.sampled_from(["a", "b", "c"]),
