@@ -1,6 +1,5 @@
 """The journal in a file: an SQLite database with a write-ahead log, open in one process only."""
 
-import fcntl
 import logging
 import os
 import sqlite3
@@ -11,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
 
+from parrot.journal.files import database_files, locked
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
 from parrot.journal.reserve import Reserve, reserve_bytes
 from parrot.utils.config import ConfigError
@@ -48,14 +47,15 @@ class JournalFile(EndedSubjects):
 
     def __init__(self, path: str, max_bytes: int) -> None:
         """Raises `ConfigError` if the file cannot be used: it is not a journal, it has another
-        schema version, another process has it open, or its folder is missing."""
+        schema version, another process has it open, another user owns it, it is a symbolic link,
+        or its folder is missing."""
         super().__init__()
         self._path = Path(path)
         self._max_bytes = max_bytes
         num_reserved = reserve_bytes(max_bytes)
         self._max_pages = max(64, (max_bytes - num_reserved) // _PAGE_BYTES)
         self._reserve = Reserve(Path(f"{path}.reserve"), num_reserved)
-        self._lock = _locked(self._path)
+        self._lock = locked(self._path)
         try:
             self._database = self._open(self._path)
             self._seqs: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
@@ -256,7 +256,7 @@ class JournalFile(EndedSubjects):
             aside,
         )
         draft = self._path.with_name(f"{self._path.name}.new")
-        for leftover in _files(draft):
+        for leftover in database_files(draft):
             leftover.unlink(missing_ok=True)
         with closing(self._open(draft)) as copy, copy:
             copy.execute("BEGIN")
@@ -271,7 +271,7 @@ class JournalFile(EndedSubjects):
             self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self._database.close()
         os.link(self._path, aside)
-        _, log, index = _files(self._path)
+        _, log, index = database_files(self._path)
         if log.exists():
             log.rename(f"{aside}-wal")
         index.unlink(missing_ok=True)
@@ -297,23 +297,3 @@ def _is_no_room(error: Exception) -> bool:
 
 def _now_ms() -> int:
     return time.time_ns() // 1_000_000
-
-
-def _locked(path: Path) -> BinaryIO:
-    """Lock the file for this process. The file is created if it is missing."""
-    try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-        lock = open(os.open(f"{path}.lock", os.O_WRONLY | os.O_CREAT, 0o600), "wb")  # noqa: SIM115
-    except OSError as error:
-        raise ConfigError(f"journal: {path}: {error.strerror}") from None
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ConfigError(f"journal: another ServeCore has {path} open") from None
-    return lock
-
-
-def _files(path: Path) -> tuple[Path, Path, Path]:
-    """A database, its write-ahead log, and the log's index."""
-    return path, Path(f"{path}-wal"), Path(f"{path}-shm")

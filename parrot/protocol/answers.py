@@ -41,6 +41,7 @@ from parrot.protocol.bodies import BodyBudget
 from parrot.protocol.errors import (
     Cancelled,
     InternalError,
+    InvalidRequest,
     MethodNotAllowed,
     MisdirectedRequest,
     NotFound,
@@ -71,6 +72,8 @@ _HEADERS = {
     503: {"Retry-After": "1"},
     507: {"Retry-After": "1"},
 }
+
+_ERROR_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 R = TypeVar("R")
 
@@ -147,7 +150,7 @@ def error_response(
         orjson.dumps(payload, option=orjson.OPT_NON_STR_KEYS, default=str),
         status_code=status,
         media_type=JSON,
-        headers=error_headers(error, status),
+        headers={**_ERROR_HEADERS, **(error_headers(error, status) or {})},
     )
 
 
@@ -426,9 +429,11 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            for key, value in scope["headers"]:
-                if key == b"host" and not self._is_own(value):
-                    response = error_response(Request(scope), _refusal(value), self._error_form)
+            hosts = [value for key, value in scope["headers"] if key == b"host"]
+            if len(hosts) != 1 or not self._is_own(hosts[0]):
+                error = _host_error(scope, hosts)
+                if error is not None:
+                    response = error_response(Request(scope), error, self._error_form)
                     await response(scope, receive, send)
                     return
         await self._app(scope, receive, send)
@@ -445,6 +450,16 @@ def _without_port(host: str) -> str:
         return address if is_whole else host
     name, _, port = host.rpartition(":")
     return name if name and port.isdigit() else host
+
+
+def _host_error(scope: Scope, hosts: Sequence[bytes]) -> ParrotError | None:
+    """The error of a request whose `Host` headers are not one name of the server. Only HTTP/1.0 and
+    HTTP/2 allow a request without the header."""
+    version = scope["http_version"]
+    if len(hosts) > 1 or (not hosts and version not in ("1.0", "2")):
+        text = f"HTTP/{version} needs one `Host` header, not {len(hosts)}"
+        return InvalidRequest(text, param="host")
+    return _refusal(hosts[0]) if hosts else None
 
 
 def _refusal(header: bytes) -> MisdirectedRequest:

@@ -175,7 +175,7 @@ def _called(
     scope = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
+        "http_version": "2",  # Without a `Host` header, as HTTP/2 allows.
         "method": method,
         "scheme": "http",
         "path": path,

@@ -1,18 +1,30 @@
 """ServeCore's configuration: the keys of its file, their defaults and bounds."""
 
 from collections.abc import Mapping
+from ipaddress import ip_network
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from parrot.protocol.server_config import ConnectionLimits, HostNames, Secret
 from parrot.utils.config import ConfigModel
 from parrot.utils.settings import ConfigFile, Settings, read_settings
 from parrot.utils.shard import ALONE, Shard
 
+
+def _network(text: str) -> str:
+    """An IP address or network. A host name could be resolved to another address later."""
+    try:
+        ip_network(text)
+    except ValueError as error:
+        raise ValueError(f"`{text:.80}` is not an address or a network: {error}") from None
+    return text
+
+
 Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Network = Annotated[str, AfterValidator(_network)]
 Price = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 KvEviction = Literal["next_use", "lru"]
@@ -370,6 +382,14 @@ class CoreConfig(ConfigModel):
     )
     native_memory_mb: int = Field(
         64, ge=1, le=65536, description="Memory limit of one native function, in MiB."
+    )
+    trusted_proxies: tuple[Network, ...] = Field(
+        (),
+        strict=False,
+        max_length=64,
+        description="Addresses and networks of proxies in front, such as `10.0.0.0/8`. Their "
+        "headers `X-Forwarded-For` and `X-Forwarded-Proto` tell the client's address for the audit "
+        "log, and whether the page's cookie is for TLS only.",
     )
     journal: str | None = Field(
         None,

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -76,7 +77,7 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         config,
         error_form,
         lifespan,
-        outer=[] if audit is None else [partial(AuditedAuthFailures, audit=audit)],
+        outer=_outer_layers(config, audit),
         inner=[] if config.shards is None else [partial(forwarded, config.shards.cores)],
     )
     served = endpoints(core)
@@ -137,6 +138,19 @@ def empty_app(
         max_body_memory=config.connections.max_body_memory,
         lifespan=lifespan,
     )
+
+
+def _outer_layers(config: CoreConfig, audit: AuditLog | None) -> list[Layer]:
+    """The layer that takes the client's address and scheme from headers of trusted proxies, and
+    the layer that notes failed authentication."""
+    layers: list[Any] = []
+    if config.trusted_proxies:
+        from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+        layers.append(partial(ProxyHeadersMiddleware, trusted_hosts=list(config.trusted_proxies)))
+    if audit is not None:
+        layers.append(partial(AuditedAuthFailures, audit=audit))
+    return layers
 
 
 @asynccontextmanager

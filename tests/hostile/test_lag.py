@@ -193,3 +193,12 @@ def test_the_views_of_a_large_session(server: Server) -> None:
     assert len(info["vars"]) == 24 * 513
     assert {call["state"] for call in info["calls"]} == {"idle"}
     assert server._ask("DELETE", f"/v1/session/{scope['session_id']}", None, token)[0] == 200
+
+
+def test_braces_of_a_template(server: Server) -> None:
+    scope = server.ask("POST", "/v1/session", b"{}")[1]
+    token = scope.pop("session_auth")
+    for text in ("{" * 15_700_000, "{{a" * 5_000_000):
+        raw = json.dumps(scope | {"template": text, "parameters": [made("y")]}).encode()
+        status, answer = server.ask("POST", "/v1/semantic_call", raw, token)
+        assert (status, answer["error"]["param"]) == (400, "template")

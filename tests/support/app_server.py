@@ -37,6 +37,7 @@ async def serve_app(app: ASGIApp, port: int = 0, **options: Any) -> AsyncIterato
             log_level="error",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
+            proxy_headers=False,  # As the real server.
             **options,
         )
     )

@@ -9,9 +9,11 @@ from typing import Any
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel
+from starlette.datastructures import MutableHeaders
 from starlette.responses import RedirectResponse
 from starlette.routing import BaseRoute
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.gateway.audit import AuditLog, audited
 from parrot.gateway.page.download import live_run, run_json, run_trace
@@ -138,11 +140,16 @@ class Page:
                 Wait.PUBLISHED,
             ),
         ]
-        return [
-            RuledRoute("/", _to_page, Access.ANYBODY),
+        api = [
             RuledRoute("/ui/api/enter", self._enter, Access.ANYBODY, methods=["POST"]),
             RuledRoute("/ui/api/leave", self._leave, Access.ANYBODY, methods=["POST"]),
             *(one.route() for one in endpoints),
+        ]
+        for route in api:
+            route.app = _NotStored(route.app)
+        return [
+            RuledRoute("/", _to_page, Access.ANYBODY),
+            *api,
             RuledMount("/ui", _PageFiles(directory=_FILES, html=True), Access.ANYBODY),
         ]
 
@@ -358,6 +365,7 @@ class Page:
             path="/ui",
             httponly=True,
             samesite="strict",
+            secure=request.url.scheme == "https",
         )
         return response
 
@@ -387,6 +395,24 @@ def _cookie_name(request: Request) -> str:
 
 async def _to_page(request: Request) -> Response:
     return RedirectResponse("ui/")
+
+
+class _NotStored:
+    """Adds headers to answers of the page's API: no cache stores them, no browser guesses their
+    type. Errors have the same headers everywhere."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Cache-Control"] = "no-store"
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        await self._app(scope, receive, send_headers)
 
 
 class _PageFiles(StaticFiles):

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from parrot.protocol.errors import CyclicGraph, InvalidRequest
-from parrot.protocol.public import CallParameter, SemanticCallRequest
+from parrot.protocol.public import MAX_BRACES, CallParameter, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.template import Placeholder, TemplateText, parse_template
 from parrot.serve.graph.nodes import (
@@ -164,6 +164,9 @@ def _parse_cached(template: str) -> tuple[TemplateText | Placeholder, ...]:
 def _parse_any(template: str) -> tuple[TemplateText | Placeholder, ...]:
     pieces: list[TemplateText | Placeholder] = []
     num_placeholders = 0
+    if template.count("{{") > MAX_BRACES:  # The parser would take too long.
+        message = f"the template has more than {MAX_PLACEHOLDERS} placeholders, or `{{{{`"
+        raise InvalidRequest(message, param="template")
     for piece in parse_template(template):
         num_placeholders += isinstance(piece, Placeholder)
         if num_placeholders > MAX_PLACEHOLDERS:

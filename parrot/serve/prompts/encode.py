@@ -35,7 +35,8 @@ _SPACE = "▁"  # sentencepiece's form of a space.
 
 Ids = tuple[int, ...]
 LARGE_TEXT = 8192  # Characters. A longer text is encoded in a thread.
-MAX_ENCODED = 2**22  # Characters. A longer text is rejected: its ids would block the interpreter.
+# Bytes of a text in UTF-8. A longer text is rejected: its ids would block the interpreter.
+MAX_ENCODED = 2**22
 CACHE_IDS = 4 * 2**20  # Token ids that an encoder caches. A larger cache encodes less text again.
 _MAX_TEXT_BYTES = 2**20  # Bytes of a file in `public_prefixes`.
 _LONG_TEMPLATE = 4096  # Characters. A longer template is parsed in a thread: 1 MB takes seconds.
@@ -133,8 +134,9 @@ class PieceEncoder:
         known = self.encode_now(text, style)
         if known is not None:
             return known
-        if len(text) > MAX_ENCODED:
-            message = f"a text has {len(text)} characters; the limit for one text is {MAX_ENCODED}"
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+        if num_bytes > MAX_ENCODED:
+            message = f"a text has {num_bytes} bytes; the limit for one text is {MAX_ENCODED}"
             raise PromptTooLong(message)
         running = self._in_threads.get((style, text))
         if running is None:

@@ -30,7 +30,7 @@ from parrot.protocol.errors import InvalidRequest
 MAX_TEMPLATE = 2**17  # Characters of a template.
 # Limits of a rendering, and additions per message: ten times the need of most models' templates.
 MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # Steps: loop iterations, calls, kilobytes of text.
-MAX_CPU_S, MESSAGE_CPU_S = 0.25, 400e-6  # Seconds of CPU time.
+MAX_CPU_S, MESSAGE_CPU_S = 0.08, 400e-6  # Seconds of CPU time.
 MAX_CHARS = 2**25  # Characters of a text.
 _CHECK_S = 0.005  # Seconds between checks of the CPU time.
 _NODES_PER_STEP = 16  # Nodes of a template's code that count as one step.

@@ -270,7 +270,7 @@ async def test_sampled_texts_differ_in_each_run_and_others_do_not() -> None:
 
     async def text(context_id: int, **sampling: float) -> str:
         fields = {"length": 30, "sampling": sampling}
-        return (await service.generate(request(context_id, "Say", **fields))).text
+        return (await service.generate(request(context_id, "Say", **fields))).generated_text
 
     greedy = [await text(number, temperature=0.0) for number in range(3)]
     seeded = [await text(10 + number, temperature=1.0, seed=7) for number in range(3)]
