@@ -246,6 +246,50 @@ async def test_a_finished_run_stays_until_it_is_deleted(visit: Visit) -> None:
     await visit.wait_text("h2", "There is no run yet")
 
 
+async def test_an_ended_run_is_found_by_its_words(visit: Visit) -> None:
+    await visit.site.join()
+    for number, words in enumerate(("whales and dolphins", "lighthouse keepers")):
+        scope = await visit.site.post("/v1/session", {"apps": [f"program {number}"]})
+        body = scope | {
+            "template": f"Write about {words}. {{{{text}}}}",
+            "parameters": [part("text", is_output=True)],
+        }
+        answer = await visit.site.post("/v1/semantic_call", body)
+        output = answer["param_info"][0]["var_id"]
+        read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
+        await visit.answer("done")
+        await read
+        await visit.site.send("DELETE", f"/v1/session/{scope['session_id']}", params=scope)
+    await visit.open()
+    await visit.page.locator("tr.row").nth(1).wait_for()
+    await visit.page.keyboard.press("/")
+    await visit.page.keyboard.type("keepers")
+    await visit.page.locator("tr.row").nth(1).wait_for(state="detached")
+    await visit.wait_text("tr.row", "program 1")
+    assert "q=keepers" in await visit.page.evaluate("location.hash")
+    await visit.page.reload()
+    await visit.wait_text("tr.row", "program 1")
+    assert await visit.page.locator("tr.row").count() == 1
+
+
+async def test_a_hidden_page_closes_its_feeds(visit: Visit) -> None:
+    await visit.open()
+    await visit.wait_text("h2", "There is no run yet")
+    hide = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true})"
+    changed = "document.dispatchEvent(new Event('visibilitychange'))"
+    closed = visit.page.wait_for_event(
+        "requestfailed", lambda request: request.url.endswith("/overview"), timeout=20_000
+    )
+    waiting = asyncio.ensure_future(closed)
+    await visit.page.evaluate(f"{hide % 'true'}; {changed}")
+    await waiting
+    scope = await visit.site.post("/v1/session", {"apps": ["unseen"]})
+    assert await visit.page.locator("tr.row").count() == 0
+    await visit.page.evaluate(f"{hide % 'false'}; {changed}")
+    await visit.wait_text("tr.row", "unseen")
+    assert scope
+
+
 async def test_an_unknown_run_or_page_says_so(visit: Visit) -> None:
     await visit.open("run/123")
     await visit.wait_text("h1", "There is no such run")

@@ -48,6 +48,7 @@ function Page() {
     scrollTo(0, 0);
     main.current?.focus({ preventScroll: true });
   }, [view]);
+  const leave = () => post("leave").then(() => enter(null));
   if (visitor === undefined) return null;
   if (visitor === null) return <Entry enter={enter} />;
   return (
@@ -62,16 +63,16 @@ function Page() {
       >
         Skip to content
       </a>
-      <Rail place={PARENTS[view] ?? view} visitor={visitor} leave={() => post("leave").then(() => enter(null))} />
+      <Rail place={PARENTS[view] ?? view} visitor={visitor} leave={leave} />
       <main id="main" tabindex="-1" ref={main}>
-        <View view={view} args={args} query={query} visitor={visitor} />
+        <View view={view} args={args} query={query} visitor={visitor} leave={leave} />
       </main>
       <Toast />
     </>
   );
 }
 
-function View({ view, args, query, visitor }) {
+function View({ view, args, query, visitor, leave }) {
   switch (view) {
     case "":
       return <Runs query={query} />;
@@ -82,7 +83,7 @@ function View({ view, args, query, visitor }) {
     case "engines":
       return <Engines isOperator={visitor.tenant === null} />;
     case "tenants":
-      return <Tenants visitor={visitor} />;
+      return <Tenants visitor={visitor} leave={leave} />;
     case "events":
       return <Events isOperator={visitor.tenant === null} query={query} />;
     default:

@@ -442,7 +442,7 @@ function Phases({ call, now }) {
       <p class="legend">
         {parts.map(([name, time, word]) => (
           <span key={name}>
-            <i class={`p-${name.split(" ")[0]}`} />
+            <i class={`p-${name.replace(" ", "-")}`} />
             {word} <b>{seconds(time)}</b>
           </span>
         ))}

@@ -3,7 +3,7 @@ import { Fragment } from "preact";
 import { memo } from "./memo.js";
 import { useState } from "preact/hooks";
 import { ago, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
-import { Icon, Mark } from "./icons.jsx";
+import { Glyph, Icon, Mark } from "./icons.jsx";
 import { nameOf, stateOf, wallSeconds } from "./run_list.js";
 
 const STEP = 200; // Rows that are drawn at first, and with each "Show more".
@@ -120,6 +120,12 @@ const Row = memo(function Row({ entry, time, hasTenants, hasCosts, hasShapes, to
                 )}
                 <span class="tag">{isFold ? `API ×${entry.members.length}` : entry.kind}</span>
                 {isFold && <Icon name={isOpen ? "down" : "right"} />}
+                {run.failed > 0 && state !== "failed" && (
+                  <span class="st failed">
+                    <Glyph state="failed" />
+                    {count(run.failed)} failed
+                  </span>
+                )}
               </div>
               <div class={isBad ? "w cut bad" : "w cut"} title={entry.words}>
                 {entry.words || (state === "waiting" ? "waits for your program" : "")}

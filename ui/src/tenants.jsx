@@ -12,7 +12,7 @@ const SUMS = ["calls", "prompt", "cached", "generation", "service_s", "cost"];
 const sums = (rows) => Object.fromEntries(SUMS.map((key) => [key, rows.reduce((sum, row) => sum + (row[key] ?? 0), 0)]));
 const byUse = (rows) => [...rows].sort((a, b) => b.prompt + b.generation - a.prompt - a.generation);
 
-export function Tenants({ visitor }) {
+export function Tenants({ visitor, leave }) {
   useTitle("Tenants");
   const feed = useFeed("usage");
   const isSlow = useSlow(!feed.isLive && !feed.rows.size);
@@ -34,13 +34,16 @@ export function Tenants({ visitor }) {
         <span class="dim">
           Signed in as {visitor.tenant === null ? "operator" : <>tenant <b>{visitor.tenant}</b></>}
         </span>
-        {tenants.length > 0 && (
-          <span class="end">
+        <span class="end">
+          <button class="btn small only-phone" type="button" onClick={leave}>
+            Sign out
+          </button>
+          {tenants.length > 0 && (
             <button class="btn small" type="button" onClick={() => save(asCsv(rows), "tenants.csv", "text/csv")}>
               Save as CSV
             </button>
-          </span>
-        )}
+          )}
+        </span>
       </div>
       <Notice feed={feed} />
       {isSlow && !feed.error && !feed.lostAt && <Bones />}

@@ -71,9 +71,13 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   const left = isNarrow ? 74 : 96;
   const right = 14;
   const last = Math.max(0.001, wall.total, ...[...lanes.values()].flat().map((item) => item.to));
-  const x = (time) => left + (time / (last * 1.02)) * (width - left - right);
   const gaps = wall.segments.filter(({ kind }) => kind === "program");
   const isRunning = [...graph.calls.values()].some((call) => call.state === "running");
+  const ticks = ticksOf(last, width - left);
+  const step = ticks[1] ?? last;
+  // While calls run, the scale changes only from tick to tick.
+  const length = isRunning ? Math.ceil(last / step + 0.2) * step : last * 1.02;
+  const x = (time) => left + (time / length) * (width - left - right);
   let y = TOP;
   const drawn = [...lanes].map(([name, items]) => {
     const { bars, rows } = pack(items);
@@ -84,7 +88,6 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   });
   const programTop = y;
   if (gaps.length) y += 18 + LANE_GAP;
-  const ticks = ticksOf(last, width - left);
   return (
     <div class="tl" ref={box}>
       {!lanes.size && <p class="hint">No call was ready yet.</p>}
@@ -94,7 +97,7 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
             <g key={time}>
               <line class="tick" x1={x(time)} x2={x(time)} y1="20" y2={y - 8} />
               <text x={x(time)} y="14" text-anchor={time ? "middle" : "start"}>
-                {tick(time, ticks[1] ?? 1)}
+                {tick(time, step)}
               </text>
             </g>
           ))}

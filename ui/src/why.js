@@ -30,11 +30,19 @@ export function why(graph, id, rows, now) {
   if (call.started_s == null) return sentence([...parts, [`has been queued for an engine for ${seconds(since(call.ready_s, now))}`]]);
   const queued = since(call.ready_s, call.started_s);
   if (queued > BLINK_S) parts.push([`was queued for ${seconds(queued)}`]);
-  parts.push(...work(call));
-  if (!parts.length) parts.push(["ran"]);
   const where = call.engine ? ` on ${call.engine}` : "";
-  const took = call.finished_s == null ? ` in ${seconds(since(call.started_s, now))} so far` : ` in ${seconds(since(call.started_s, call.finished_s))}`;
-  return sentence(parts, `${took}${where}`);
+  const did = work(call);
+  if (call.finished_s == null && !call.output_tokens) return sentence([...parts, ...soFar(call, now)], where);
+  const end = call.finished_s == null ? " so far" : "";
+  const took = ` in ${seconds(since(call.started_s, call.finished_s ?? now))}${end}`;
+  return sentence([...parts, ...(did.length ? did : [["ran"]])], `${took}${where}`);
+}
+
+/** What a running call has done, while its tokens are not known yet. */
+function soFar(call, now) {
+  const ran = seconds(since(call.started_s, now));
+  if (call.first_token_s == null) return [[`has run for ${ran}`]];
+  return [[`read its prompt in ${seconds(since(call.started_s, call.first_token_s))}`], [`has generated for ${seconds(since(call.first_token_s, now))}`]];
 }
 
 /** What a call did on its engine. */
