@@ -7,12 +7,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.kernels.linear.products import (
-    few_rows_add_and_norm,
-    few_rows_gated,
-    few_rows_linear,
-)
+from parrot.engine.kernels.linear.products import few_rows_linear, measured_rows
+from parrot.engine.kernels.row_codes import CodedRows
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
+from parrot.engine.models.fp8_weights import Fp8Weight
+from parrot.engine.models.fused_weights import rows_of
+from parrot.engine.models.layers import RMSNorm
 
 pytestmark = pytest.mark.gpu
 ROUNDING = 2**-8  # Of bfloat16.
@@ -42,24 +42,31 @@ def test_products(outputs: int, inputs: int, rows: int) -> None:
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     expected = product(x, weight)
-    assert_close(fp8_product(x, weight.codes, weight.scales, None), expected)
+    assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected)
     if rows <= 64:
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
-        few_rows_linear(x, weight.codes, out, scales=weight.scales)
+        read = measured_rows(x, weight.codes, outputs)
+        few_rows_linear(read, weight.codes, out, scales=weight.scales)
         assert_close(out, expected)
 
 
-@pytest.mark.parametrize("rows", [1, 4, 20, 64])
+@pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
 def test_a_layer_of_products(rows: int) -> None:
     hidden, inner = 4096, 14336
     gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
     x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
     gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
-    out = torch.full((rows, inner), float("nan"), device="cuda", dtype=x.dtype)
-    middle = few_rows_gated(x, gate_up.codes, out, scales=gate_up.scales)
-    few_rows_add_and_norm(middle, down.codes, residual, gain, 1e-5, scales=down.scales)
+    middle = Fp8Weight(gate_up, None).gated(x)
+    Fp8Weight(down, None).add_and_norm(middle, residual, RMSNorm(gain, 1e-5))
     gate, up = product(x, gate_up).split(inner, dim=1)
-    assert_close(out, F.silu(gate) * up)
+    expected = F.silu(gate) * up
+    if isinstance(middle, CodedRows):
+        numbers = middle.codes.double() * middle.powers.double()
+        assert bool(((numbers - expected).abs() <= expected.abs() / 14 + 2**-8).all())
+        assert_close(residual, before + numbers @ down.numbers().double().T)
+        return
+    out = rows_of(middle)
+    assert_close(out, expected)
     assert_close(residual, before + product(out, down))
 
 

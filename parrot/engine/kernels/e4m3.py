@@ -66,3 +66,18 @@ def float32_of(codes):
 def float8_of(x):
     """e4m3 numbers of float32 numbers up to 448, rounded to nearest by the hardware."""
     return x.to(tl.float8e4nv, fp_downcast_rounding="rtne")
+
+
+@triton.jit
+def measured(row, CODES: tl.constexpr):
+    """CODES: a row in e4m3 and its power of two. Else: the row, and its largest number's bits."""
+    wide = row.to(tl.float32)
+    largest = tl.max(bits_of(wide), 0)
+    if CODES:
+        exponent = exponent_of(largest)
+        found = float8_of(wide * inverse_of(exponent))
+        power = power_of(exponent)
+    else:
+        found = row
+        power = largest
+    return found, power

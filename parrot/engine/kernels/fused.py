@@ -24,29 +24,41 @@ def add_rms_norm(
     out: torch.Tensor,
     *,
     add: bool = True,
+    powers: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """residual += x (or residual = x without `add`). Returns out = rms_norm(residual) * weight.
 
-    `weight` is [size], all other tensors are [tokens, size]. `x` may be a slice of wider rows. Sums
-    are computed in float32."""
-    size = weight.shape[0]
-    assert x.shape == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
-    assert x.shape[1] == size
-    assert x.stride(1) == 1
+    `weight` is [size], all other tensors are [tokens, size]. `x` may be a slice of wider rows, or
+    parts [parts, tokens, size] whose sum is x. Sums are computed in float32.
+
+    `powers` [tokens, 1] is another output. int32: the bits of the largest absolute values of out.
+    float32: out is in e4m3, and these are its factors."""
+    size, parts = weight.shape[0], 1 if x.dim() == 2 else len(x)
+    assert x.shape[-2:] == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
+    assert x.shape[-1] == size
+    assert x.stride(-1) == 1
     assert residual.is_contiguous()
     assert out.is_contiguous()
+    codes = out.dtype == torch.float8_e4m3fn
+    assert not codes or (powers is not None and powers.dtype == torch.float32)
     block = triton.next_power_of_2(size)
-    add_rms_norm_kernel[(len(x),)](
+    add_rms_norm_kernel[(len(residual),)](
         x,
         residual,
         weight,
         out,
+        powers,
         eps,
-        x.stride(0),
+        x.stride(-2),
+        x.stride(0) if parts > 1 else 0,
         SIZE=size,
         BLOCK=block,
         ADD=add,
+        PARTS=parts,
+        MEASURE=powers is not None and not codes,
+        CODES=codes,
         num_warps=min(max(block // 1024, 1), 8),
+        **early_launch(parts > 1 and starts_early(residual.device)),
     )
     return out
 
@@ -110,14 +122,32 @@ def rope_and_store(
     return q, NewKV(k, v)
 
 
-def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+def silu_mul(
+    gate_up: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    gelu: bool = False,
+    powers: torch.Tensor | None = None,
+) -> torch.Tensor:
     """out [tokens, size] = silu(gate) * up, for gate_up [tokens, 2 size] = [gate | up].
 
-    `gelu`: the tanh approximation of GELU instead of SiLU."""
+    `gelu`: the tanh approximation of GELU instead of SiLU. `powers` float32 [tokens, 1]: out is in
+    e4m3, and these are its factors, an output."""
     size = out.shape[1]
     assert gate_up.shape == (len(out), 2 * size), (gate_up.shape, out.shape)
     assert gate_up.is_contiguous()
     assert out.is_contiguous()
-    grid = (len(out), triton.cdiv(size, _SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, out, SIZE=size, BLOCK=_SILU_BLOCK, GELU=gelu, num_warps=4)
+    codes = out.dtype == torch.float8_e4m3fn
+    assert codes == (powers is not None)
+    block = triton.next_power_of_2(size) if codes else _SILU_BLOCK
+    silu_mul_kernel[(len(out), triton.cdiv(size, block))](
+        gate_up,
+        out,
+        powers,
+        SIZE=size,
+        BLOCK=block,
+        GELU=gelu,
+        CODES=codes,
+        num_warps=16 if block > 8192 else 8 if block > 2048 else 4,
+    )
     return out

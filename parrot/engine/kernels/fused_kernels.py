@@ -5,7 +5,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import bits_of, codes_of, exponent_of, inverse_of, power_of
+from parrot.engine.kernels.e4m3 import (
+    bits_of,
+    codes_of,
+    exponent_of,
+    inverse_of,
+    measured,
+    power_of,
+)
 from parrot.engine.kernels.quantised_kernels import numbers_of
 
 
@@ -15,18 +22,35 @@ def add_rms_norm_kernel(
     residual_ptr,
     weight_ptr,
     out_ptr,
+    powers_ptr,
     eps,
     stride_x,
+    stride_part,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    MEASURE: tl.constexpr,
+    CODES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (row): residual += x (without ADD: = x), out = rms_norm(residual) * weight."""
+    """Program (row): residual += x (without ADD: = x), out = rms_norm(residual) * weight.
+
+    PARTS      x is the sum of PARTS tensors
+    MEASURE    powers [rows] are the bits of each row's largest number
+    CODES      out is in e4m3, and powers [rows] are its factors
+    DEPENDENT  the previous kernel, which writes x and the residual, may still run"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    value = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    x_at = x_ptr + row * stride_x + column
+    value = tl.load(x_at, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x_at + part * stride_part, mask=inside, other=0.0)
     at = residual_ptr + row * SIZE + column
     if ADD:
         before = tl.load(at, mask=inside, other=0.0)
@@ -36,9 +60,13 @@ def add_rms_norm_kernel(
     wide = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / SIZE + eps)
     normed = wide * scale
-    if weight_ptr.dtype.element_ty == out_ptr.dtype.element_ty:  # Else the gain is in float32.
-        normed = normed.to(out_ptr.dtype.element_ty).to(tl.float32)
-    result = (normed * weight.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    kind = residual_ptr.dtype.element_ty
+    if weight_ptr.dtype.element_ty == kind:  # Else the gain is in float32.
+        normed = normed.to(kind).to(tl.float32)
+    result = (normed * weight.to(tl.float32)).to(kind)
+    if MEASURE or CODES:
+        result, power = measured(result, CODES)
+        tl.store(powers_ptr + row, power)
     tl.store(out_ptr + row * SIZE + column, result, mask=inside)
 
 
@@ -153,11 +181,18 @@ def rope_and_store_kernel(
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up_ptr, out_ptr, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+    gate_up_ptr,
+    out_ptr,
+    powers_ptr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up].
 
-    GELU  apply the tanh approximation of GELU instead"""
+    GELU   apply the tanh approximation of GELU instead
+    CODES  a block is a whole row; out is in e4m3, and powers [rows] are its factors"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -167,5 +202,8 @@ def silu_mul_kernel(
     power = gate
     if GELU:  # 1 + tanh(x) is 2 * sigmoid(2 * x), and 1.596 is 2 * sqrt(2 / pi).
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = gate * tl.sigmoid(power) * up
-    tl.store(out_ptr + row * SIZE + column, result.to(out_ptr.dtype.element_ty), mask=inside)
+    result = (gate * tl.sigmoid(power) * up).to(gate_up_ptr.dtype.element_ty)
+    if CODES:
+        result, factor = measured(result, True)
+        tl.store(powers_ptr + row, factor)
+    tl.store(out_ptr + row * SIZE + column, result, mask=inside)

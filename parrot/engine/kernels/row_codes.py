@@ -1,33 +1,78 @@
-"""Rounds rows to e4m3 with a power of two each, for products of many rows."""
+"""Rows in e4m3 with a power of two each, and the rows that products in e4m3 read."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import bits_of, exponent_of, float8_of, inverse_of, power_of
+from parrot.engine.kernels.e4m3 import measured
+from parrot.engine.kernels.launch import early_launch, starts_early
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """Rows [tokens, size] as codes in e4m3 times powers of two, float32 [tokens, 1].
+
+    `dtype` is the type before."""
+
+    codes: torch.Tensor
+    powers: torch.Tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def empty(cls, like: torch.Tensor, size: int) -> "CodedRows":
+        """Not yet written, with as many rows as `like`."""
+        codes = like.new_empty((len(like), size), dtype=torch.float8_e4m3fn)
+        return cls(codes, like.new_empty((len(like), 1), dtype=torch.float32), like.dtype)
 
 
 @triton.jit
 def row_codes_kernel(
-    x_ptr, codes_ptr, powers_ptr, stride_x, SIZE: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    codes_ptr,
+    powers_ptr,
+    stride_x,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CODES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    """Program (row): codes = x / power in e4m3."""
+    """Program (row): x = codes * power. Without CODES, powers are the bits of the largest numbers.
+
+    DEPENDENT  the previous kernel, which writes x, may still run"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
-    x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
-    exponent = exponent_of(tl.max(bits_of(x), 0))
-    tl.store(codes_ptr + row * SIZE + column, float8_of(x * inverse_of(exponent)), mask=inside)
-    tl.store(powers_ptr + row, power_of(exponent))
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
+    codes, power = measured(x, CODES)
+    if CODES:
+        tl.store(codes_ptr + row * SIZE + column, codes, mask=inside)
+    tl.store(powers_ptr + row, power)
 
 
-def row_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, size] -> e4m3 [rows, size] and powers of two, float32 [rows, 1]."""
+def row_codes(x: torch.Tensor) -> CodedRows:
+    """x [rows, size] in e4m3."""
+    found = CodedRows.empty(x, x.shape[1])
+    _launch(x, found.codes, found.powers)
+    return found
+
+
+def row_maxima(x: torch.Tensor) -> torch.Tensor:
+    """The bits of the largest absolute value of each row, int32 [rows, 1]."""
+    maxima = torch.empty((len(x), 1), dtype=torch.int32, device=x.device)
+    _launch(x, None, maxima)
+    return maxima
+
+
+def _launch(x: torch.Tensor, codes: torch.Tensor | None, powers: torch.Tensor) -> None:
     rows, size = x.shape
     assert x.stride(1) == 1
-    codes = torch.empty((rows, size), dtype=torch.float8_e4m3fn, device=x.device)
-    powers = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     row_codes_kernel[(rows,)](
         x,
@@ -36,6 +81,7 @@ def row_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x.stride(0),
         SIZE=size,
         BLOCK=block,
+        CODES=codes is not None,
         num_warps=min(max(block // 1024, 1), 8),
+        **early_launch(starts_early(x.device)),
     )
-    return codes, powers

@@ -55,26 +55,29 @@ class Fp8Linear:
         self.bias = bias
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        out = fp8_product(x, self.matrix.codes, self.matrix.scales, self.bias)
+        out = fp8_product(*row_codes(x), self.matrix, self.bias, x.dtype)
         return out if residual is None else out.add_(residual)
 
 
 def fp8_product(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    codes: torch.Tensor,
+    powers: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """x [rows, inputs] in e4m3 times the weight, plus bias, in the type of x [rows, outputs]."""
-    rows, powers = row_codes(x)
-    if x.device.type == "cpu":
-        product = rows.float() @ codes.float().t()
-        product = product.mul_(powers).mul_(scales)
-        return (product if bias is None else product.add_(bias)).to(x.dtype)
+    """Rows from `row_codes` times the weight, plus bias [rows, outputs]."""
+    if codes.device.type == "cpu":
+        product = codes.float() @ matrix.codes.float().t()
+        product = product.mul_(powers).mul_(matrix.scales)
+        return (product if bias is None else product.add_(bias)).to(dtype)
     return torch._scaled_mm(
-        rows,
-        codes.t(),
+        codes,
+        matrix.codes.t(),
         powers,
-        scales.unsqueeze(0),
+        matrix.scales.unsqueeze(0),
         bias,
-        out_dtype=x.dtype,
+        out_dtype=dtype,
         use_fast_accum=True,  # Sums of 14 bits, whose error is far below that of e4m3.
     )
 
@@ -82,9 +85,10 @@ def fp8_product(
 def row_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x [rows, size] -> e4m3 [rows, size] and powers of two, float32 [rows, 1]."""
     if x.device.type != "cpu":
-        from parrot.engine.kernels.row_codes import row_codes as on_device  # Imports Triton.
+        from parrot.engine.kernels import row_codes as kernels  # Imports Triton.
 
-        return on_device(x)
+        found = kernels.row_codes(x)
+        return found.codes, found.powers
     return _rounded(x)
 
 

@@ -11,17 +11,17 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
-from parrot.engine.kernels.linear.products import Rows, can_rotate, few_rows_qkv
 from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.fused_weights import (
     DOWN_SLOT,
     EMBEDDING_SLOT,
     OUT_SLOT,
-    Weight,
+    Normed,
 )
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
+from parrot.engine.models.weights import LayerWeight, plain_weight, weight_of
 
 HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
@@ -64,10 +64,10 @@ def angle_tables(model: Decoder, max_positions: int) -> dict[int | None, torch.T
 
 @dataclass(frozen=True, slots=True)
 class _FusedLayer:
-    qkv: Weight
-    out: Weight
-    gate_up: Weight
-    down: Weight
+    qkv: LayerWeight
+    out: LayerWeight
+    gate_up: LayerWeight
+    down: LayerWeight
     attn_norm: RMSNorm
     mlp_norm: RMSNorm
     head_norm: HeadNorm | None
@@ -79,10 +79,10 @@ class _FusedLayer:
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
         return cls(
-            qkv=Weight.of(layer.qkv),
-            out=Weight.of(layer.out, slot=OUT_SLOT),
-            gate_up=Weight.of(layer.mlp.up),
-            down=Weight.of(layer.mlp.down, slot=DOWN_SLOT),
+            qkv=weight_of(layer.qkv),
+            out=weight_of(layer.out, slot=OUT_SLOT),
+            gate_up=weight_of(layer.mlp.up),
+            down=weight_of(layer.mlp.down, slot=DOWN_SLOT),
             attn_norm=attn_norm,
             mlp_norm=mlp_norm,
             head_norm=layer.head_norm,
@@ -102,7 +102,7 @@ class FusedDecoder:
             _FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
         ]
         self._norm = model.norm
-        self._lm_head = Weight.of(model.lm_head)
+        self._lm_head = plain_weight(model.lm_head)
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         return self._norm(self._normed(token_ids, attention, plan, None)[1])
 
-    def head(self, states: Rows) -> torch.Tensor:
+    def head(self, states: Normed) -> torch.Tensor:
         return self._lm_head(states)
 
     def _normed(
@@ -130,7 +130,7 @@ class FusedDecoder:
         attention: TritonAttention,
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
-    ) -> tuple[Rows, torch.Tensor]:
+    ) -> tuple[Normed, torch.Tensor]:
         """The final states of the sampled rows (None: all rows), and the states before the norm."""
         residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
@@ -143,10 +143,11 @@ class FusedDecoder:
             normed = layer.out.add_and_norm(attended, residual, layer.mlp_norm)
             next_norm = self._norm if index == last else self._layers[index + 1].attn_norm
             hidden = layer.gate_up.gated(normed)
-            normed = layer.down.add_and_norm(hidden, residual, next_norm)
+            is_last = index == last
+            normed = layer.down.add_and_norm(hidden, residual, next_norm, is_last=is_last)
         return normed, residual
 
-    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
+    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Normed]:
         norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
         if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
             residual = self._embed.new_empty((len(token_ids), self._embed.shape[1]))
@@ -163,7 +164,7 @@ class FusedDecoder:
         self,
         index: int,
         layer: _FusedLayer,
-        x: Rows,
+        x: Normed,
         attention: TritonAttention,
         plan: TritonPlan,
         only_last: bool,
@@ -171,9 +172,9 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
-        fits = can_rotate(shape, x, qkv.weight) and not attention.is_quantised
+        fits = not attention.is_quantised and qkv.can_rotate(shape, x)
         if layer.head_norm is None and fits:
-            q = few_rows_qkv(x, qkv.weight, *where, bias=qkv.bias, scales=qkv.scales)
+            q = qkv.rotated(x, *where)
         else:
             keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)

@@ -11,12 +11,12 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
-from parrot.engine.kernels.linear.products import MeasuredRows
 from parrot.engine.models.decoder import Decoder, DecoderLayer, QKNorm, WidthNorm
 from parrot.engine.models.fused import HANDLED, HANDLED_BY_ATTENTION, angle_tables
-from parrot.engine.models.fused_weights import Weight
+from parrot.engine.models.fused_weights import Normed
 from parrot.engine.models.layers import Norm, RMSNorm
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
+from parrot.engine.models.weights import LayerWeight, plain_weight, weight_of
 
 _HANDLED_HERE = (*HANDLED, "embed_scale", "logit_scale", "logit_softcap")
 
@@ -48,10 +48,10 @@ def _rms(norm: Norm | None) -> RMSNorm | None:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    qkv: Weight
-    out: Weight
-    gate_up: Weight
-    down: Weight
+    qkv: LayerWeight
+    out: LayerWeight
+    gate_up: LayerWeight
+    down: LayerWeight
     attn_norm: RMSNorm | None
     attn_out_norm: RMSNorm | None
     mlp_norm: RMSNorm | None
@@ -66,10 +66,10 @@ class _Layer:
     def of(cls, layer: DecoderLayer, cos_sin: torch.Tensor) -> "_Layer":
         norm = layer.qk_norm
         return cls(
-            qkv=Weight.of(layer.qkv),
-            out=Weight.of(layer.out),
-            gate_up=Weight.of(layer.mlp.up),
-            down=Weight.of(layer.mlp.down),
+            qkv=weight_of(layer.qkv),
+            out=weight_of(layer.out),
+            gate_up=weight_of(layer.mlp.up),
+            down=weight_of(layer.mlp.down),
             attn_norm=_rms(layer.attn_norm),
             attn_out_norm=_rms(layer.attn_out_norm),
             mlp_norm=_rms(layer.mlp_norm),
@@ -90,7 +90,7 @@ class SummingDecoder:
         self._model = model
         tables = angle_tables(model, max_positions)
         self._layers = [_Layer.of(x, tables[x.spec.attention.rope]) for x in model.layers]
-        self._lm_head = Weight.of(model.lm_head)
+        self._lm_head = plain_weight(model.lm_head)
 
     def __call__(
         self,
@@ -162,7 +162,7 @@ def _attend(
     return attention.attend(index, q, new, plan, only_last=only_last)
 
 
-def _gated(layer: _Layer, x: torch.Tensor) -> torch.Tensor | MeasuredRows:
+def _gated(layer: _Layer, x: torch.Tensor) -> Normed:
     if not layer.gelu:
         return layer.gate_up.gated(x)
     both = layer.gate_up(x)

@@ -1,24 +1,28 @@
-"""Weights with the products of the Triton kernels."""
+"""Weights with the products of the Triton kernels. `fp8_weights` has those in e4m3."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, silu_mul
+from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.products import (
-    MeasuredRows,
     Rows,
     UndividedRows,
+    can_rotate,
     few_rows_add_and_norm,
-    few_rows_gated,
     few_rows_linear,
+    few_rows_qkv,
     num_splits,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.models.fp8 import Fp8Linear, fp8_product
-from parrot.engine.models.layers import Linear, PlainLinear, RMSNorm
-from parrot.engine.models.parallel import Ranks, SummedLinear
+from parrot.engine.kernels.row_codes import CodedRows
+from parrot.engine.models.layers import RMSNorm
+from parrot.engine.models.parallel import Ranks
+
+Normed = Rows | CodedRows
 
 OUT_SLOT, DOWN_SLOT, EMBEDDING_SLOT = range(3)
 
@@ -29,56 +33,59 @@ class Weight:
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    scales: torch.Tensor | None = None  # Of a weight in e4m3 (`Fp8Matrix`).
     ranks: Ranks | None = None  # Ranks whose products are summed; None for a whole weight.
     slot: int = 0  # The slot of symmetric memory for the sum.
 
-    @classmethod
-    def of(cls, linear: Linear, slot: int = 0) -> "Weight":
-        if isinstance(linear, SummedLinear):
-            return replace(cls.of(linear.linear), ranks=linear.ranks, slot=slot)
-        if isinstance(linear, Fp8Linear):
-            return cls(linear.matrix.codes, linear.bias, linear.matrix.scales)
-        assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
-        return cls(linear.weight, linear.bias)
-
-    def __call__(self, x: Rows) -> torch.Tensor:
+    def __call__(self, x: Normed) -> torch.Tensor:
         rows = rows_of(x)
-        if isinstance(x, UndividedRows) or _is_few(rows):
+        if isinstance(x, UndividedRows) or is_few(rows):
             out = rows.new_empty(len(rows), len(self.weight))
-            return few_rows_linear(x, self.weight, out, bias=self.bias, scales=self.scales)
-        return self._product(rows)
+            few = x if isinstance(x, UndividedRows) else rows
+            return few_rows_linear(few, self.weight, out, bias=self.bias)
+        return F.linear(rows, self.weight, self.bias)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        """The product of many rows."""
-        if self.scales is None:
-            return F.linear(x, self.weight, self.bias)
-        return fp8_product(x, self.weight, self.scales, self.bias)
-
-    def summed(self, x: Rows) -> torch.Tensor:
+    def summed(self, x: Normed) -> torch.Tensor:
         """The product, summed over the ranks."""
         return self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
 
-    def gated(self, x: Rows) -> torch.Tensor | MeasuredRows:
+    def can_rotate(self, shape: AttentionShape, x: Normed) -> bool:
+        """Whether `rotated` supports these rows and heads."""
+        return can_rotate(shape, x, self.weight)
+
+    def rotated(
+        self,
+        x: Normed,
+        kv: KVView,
+        table_rows: torch.Tensor,
+        cos_sin: torch.Tensor,
+        shape: AttentionShape,
+    ) -> torch.Tensor:
+        """See `few_rows_qkv`, for a weight [q | k | v]."""
+        assert not isinstance(x, CodedRows)
+        return few_rows_qkv(x, self.weight, kv, table_rows, cos_sin, shape, bias=self.bias)
+
+    def gated(self, x: Normed) -> torch.Tensor:
         """silu(gate) * up, for a weight [gate | up]."""
         rows = rows_of(x)
         out = rows.new_empty(len(rows), len(self.weight) // 2)
-        if isinstance(x, UndividedRows) or _is_few(rows):
-            return few_rows_gated(x, self.weight, out, bias=self.bias, scales=self.scales)
-        return silu_mul(self._product(rows), out)
+        if isinstance(x, UndividedRows) or is_few(rows):
+            few = x if isinstance(x, UndividedRows) else rows
+            return few_rows_linear(few, self.weight, out, bias=self.bias, silu=True)
+        return silu_mul(F.linear(rows, self.weight, self.bias), out)
 
     def add_and_norm(
-        self, x: torch.Tensor | MeasuredRows, residual: torch.Tensor, norm: RMSNorm
+        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, is_last: bool = False
     ) -> Rows:
-        """residual += the product, in place. Returns the norm of the residual."""
-        rows = rows_of(x)
-        if self.ranks is None and _is_few(rows) and rows.dtype != torch.float16:
-            gain, eps = norm.weight, norm.eps
+        """residual += the product, in place. Returns the norm of the residual.
+
+        `is_last`: the head of the model reads it, whose weight is not in e4m3."""
+        x = rows_of(x)
+        if self.ranks is None and is_few(x) and x.dtype != torch.float16:
             return few_rows_add_and_norm(
-                x, self.weight, residual, gain, eps, bias=self.bias, scales=self.scales
+                x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
             )
         if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
-            splits = num_splits(rows, self.weight) if self.bias is None and _is_few(rows) else 1
+            splits = num_splits(x, self.weight) if self.bias is None and is_few(x) else 1
             part = exchanges.slot(self.slot, splits, residual)
             if part is not None:
                 self._into(part, x)
@@ -87,22 +94,21 @@ class Weight:
         out = torch.empty_like(residual)
         return add_rms_norm(product, residual, norm.weight, norm.eps, out)
 
-    def _into(self, part: torch.Tensor, x: torch.Tensor | MeasuredRows) -> None:
+    def _into(self, part: torch.Tensor, x: torch.Tensor) -> None:
         """Write the product to `part` [splits, rows, outputs], split by inputs."""
-        rows = rows_of(x)
-        if _is_few(rows):
-            few_rows_linear(x, self.weight, part, bias=self.bias, scales=self.scales)
-        elif self.scales is not None:
-            part[0].copy_(self._product(rows))
+        if is_few(x):
+            few_rows_linear(x, self.weight, part, bias=self.bias)
         elif self.bias is None:
-            torch.mm(rows, self.weight.t(), out=part[0])
+            torch.mm(x, self.weight.t(), out=part[0])
         else:
-            torch.addmm(self.bias, rows, self.weight.t(), out=part[0])
+            torch.addmm(self.bias, x, self.weight.t(), out=part[0])
 
 
-def rows_of(x: Rows) -> torch.Tensor:
+def rows_of(x: Normed) -> torch.Tensor:
+    """The rows of x, which are not in e4m3."""
+    assert not isinstance(x, CodedRows)
     return x if isinstance(x, torch.Tensor) else x.rows
 
 
-def _is_few(x: torch.Tensor) -> bool:
+def is_few(x: torch.Tensor) -> bool:
     return 0 < len(x) <= FEW_ROWS

@@ -173,16 +173,24 @@ def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str
     )
 
 
-def norm_variant(*, size: int = 4096, warps: int = 4, gain: str = "*bf16") -> dict[str, Any]:
+def norm_variant(
+    *, size: int = 4096, warps: int = 4, gain: str = "*bf16", parts: int = 1, codes: bool = False
+) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import add_rms_norm_kernel
 
     pointers = dict.fromkeys(("x_ptr", "residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
     pointers["weight_ptr"] = gain
+    if parts > 1:
+        pointers |= {"x_ptr": "*fp32", "powers_ptr": "*i32"}
+    if codes:
+        pointers |= {"out_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
+    constants = {} if parts > 1 or codes else {"powers_ptr": None}
+    constants |= {"PARTS": parts, "MEASURE": parts > 1, "CODES": codes, "DEPENDENT": parts > 1}
     return compile_kernel(
         add_rms_norm_kernel,
-        {**pointers, "eps": "fp32", "stride_x": "i32"},
-        {"SIZE": size, "BLOCK": triton.next_power_of_2(size), "ADD": True},
-        divisible=(*pointers, "stride_x"),
+        {**pointers, "eps": "fp32", "stride_x": "i32", "stride_part": "i32"},
+        {"SIZE": size, "BLOCK": triton.next_power_of_2(size), "ADD": True, **constants},
+        divisible=(*pointers, "stride_x", "stride_part"),
         num_warps=warps,
     )
 
@@ -244,14 +252,20 @@ def block_copy_variant(*, gather: bool, words: int = 16384) -> dict[str, Any]:
     )
 
 
-def silu_variant(*, size: int = 14336, warps: int = 4, gelu: bool = False) -> dict[str, Any]:
+def silu_variant(
+    *, size: int = 14336, warps: int = 4, gelu: bool = False, codes: bool = False
+) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import silu_mul_kernel
 
     pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
+    if codes:
+        pointers |= {"out_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
+    constants = {"GELU": gelu, "CODES": codes} | ({} if codes else {"powers_ptr": None})
+    block = triton.next_power_of_2(size) if codes else 1024
     return compile_kernel(
         silu_mul_kernel,
         pointers,
-        {"SIZE": size, "BLOCK": 1024, "GELU": gelu},
+        {"SIZE": size, "BLOCK": block, **constants},
         divisible=tuple(pointers),
         num_warps=warps,
     )
@@ -400,7 +414,12 @@ def codes_variant(*, size: int = 14336, warps: int = 8) -> dict[str, Any]:
     return compile_kernel(
         row_codes_kernel,
         {**pointers, "stride_x": "i32"},
-        {"SIZE": size, "BLOCK": triton.next_power_of_2(size)},
+        {
+            "SIZE": size,
+            "BLOCK": triton.next_power_of_2(size),
+            "CODES": True,
+            "DEPENDENT": True,
+        },
         divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )

@@ -15,14 +15,17 @@ from parrot.engine.kernels.linear.products import (
     MeasuredRows,
     Rows,
     UndividedRows,
-    few_rows_add_and_norm,
-    few_rows_gated,
     few_rows_linear,
     few_rows_qkv,
+    measured_rows,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.row_codes import CodedRows, row_maxima
 from parrot.engine.kernels.row_codes import row_codes as row_codes_on_device
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
+from parrot.engine.models.fp8_weights import Fp8Weight
+from parrot.engine.models.fused_weights import Normed, rows_of
+from parrot.engine.models.layers import RMSNorm
 from tests.support.kernel_cases import relative_error, rms_norm_reference
 
 pytestmark = pytest.mark.skipif(
@@ -47,10 +50,11 @@ def test_rows_are_rounded_to_the_same_bits_as_in_torch() -> None:
     x = torch.randn(40, 300) * torch.exp2(torch.randint(-40, 40, (40, 300)).float())
     x[3] = 0
     x[4, :] = x[4].clamp(-1e-30, 1e-30)
-    codes, powers = row_codes_on_device(x)
+    found = row_codes_on_device(x)
     expected, expected_powers = row_codes(x)
-    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
-    assert torch.equal(powers, expected_powers)
+    assert torch.equal(found.codes.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(found.powers, expected_powers)
+    assert torch.equal(row_maxima(x).view(torch.float32), x.abs().amax(1, keepdim=True))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,8 @@ def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias:
     x = torch.randn(num_rows, size, generator=generator)
     bias = torch.randn(len(weight.codes), generator=generator) if with_bias else None
     out = torch.full((num_rows, num_out), float("nan"))
-    few_rows_linear(x, weight.codes, out, bias=bias, scales=weight.scales, silu=silu)
+    read = measured_rows(x, weight.codes, num_out, silu=silu)
+    few_rows_linear(read, weight.codes, out, bias=bias, scales=weight.scales, silu=silu)
     whole = numbers_of(x) @ weight.numbers().double().T
     if bias is not None:
         whole += bias.double()
@@ -78,7 +83,7 @@ def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias:
         gate, up = whole.split(num_out, dim=1)
         expected = F.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
-    many = fp8_product(x, weight.codes, weight.scales, bias)
+    many = fp8_product(*row_codes(x), weight, bias, x.dtype)
     assert relative_error(many, whole) < 1e-5, "few and many rows compute the same function"
 
 
@@ -88,14 +93,15 @@ def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None
     weight, x = matrix(64, 4096, generator), torch.randn(num_rows, 4096, generator=generator)
     x[:, 3000] *= 100
     parts = torch.full((2, num_rows, 64), float("nan"))
-    few_rows_linear(x, weight.codes, parts, scales=weight.scales)
+    few_rows_linear(MeasuredRows(x, row_maxima(x)), weight.codes, parts, scales=weight.scales)
     expected = numbers_of(x)[:, :2048] @ weight.numbers().double()[:, :2048].T
     assert relative_error(parts[0], expected) < 1e-5
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 20, FEW_ROWS])
-def test_a_layer_of_products(num_rows: int) -> None:
-    """Each product measures its rows for the next one, which rounds them."""
+@pytest.mark.parametrize("num_rows", [1, 2, 20, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
+    """The kernels between products measure or round the rows."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden, inner = 96, 200
     gate_up, down = matrix(2 * inner, hidden, generator), matrix(hidden, inner, generator)
@@ -103,33 +109,36 @@ def test_a_layer_of_products(num_rows: int) -> None:
     x, residual = torch.randn(2, num_rows, hidden, generator=generator)
     gain, before = torch.rand(hidden, generator=generator) + 0.5, residual.double()
 
-    out = torch.full((num_rows, inner), float("nan"))
-    middle = few_rows_gated(x, gate_up.codes, out, scales=gate_up.scales)
-    _assert_measured(middle, middle.rows)
-    normed = few_rows_add_and_norm(middle, down.codes, residual, gain, 1e-5, scales=down.scales)
-    _assert_measured(normed, normed.rows)
-    last = torch.full((num_rows, 42), float("nan"))
-    few_rows_linear(normed, following.codes, last, scales=following.scales)
+    middle = Fp8Weight(gate_up, None).gated(x)
+    norm = RMSNorm(gain, 1e-5)
+    normed = Fp8Weight(down, None).add_and_norm(middle, residual, norm, is_last=is_last)
+    assert isinstance(normed, CodedRows) == (num_rows > FEW_ROWS and not is_last)
+    assert isinstance(normed, UndividedRows) == (num_rows == 1)
+    last = Fp8Weight(following, None)(normed)
 
     gate, up = (numbers_of(x) @ gate_up.numbers().double().T).split(inner, dim=1)
-    assert relative_error(middle.rows, F.silu(gate) * up) < 1e-5
-    total = before + numbers_of(middle.rows) @ down.numbers().double().T
+    hidden_rows = _numbers(middle)
+    assert relative_error(hidden_rows, numbers_of((F.silu(gate) * up).float())) < 0.01
+    total = before + hidden_rows @ down.numbers().double().T
     assert relative_error(residual, total) < 1e-5
-    root = rms_norm_reference(residual, torch.ones(hidden), 1e-5) / residual.double()
-    expected = numbers_of(normed.rows) @ following.numbers().double().T * root[:, :1]
-    assert relative_error(last, expected) < 1e-5
+    expected = rms_norm_reference(residual, gain, 1e-5)
+    rounded = numbers_of(expected.float())
+    assert relative_error(last, rounded @ following.numbers().double().T) < 0.01
+    if isinstance(normed, MeasuredRows):
+        largest = normed.maxima.amax(1).view(torch.float32)
+        assert torch.equal(largest, normed.rows.abs().amax(1))
 
 
-def _assert_measured(x: UndividedRows | MeasuredRows, rows: torch.Tensor) -> None:
-    if Product(len(rows), 64, 64, torch.float8_e4m3fn).is_row:
-        assert x.maxima is None, "programs have whole rows of x"
-        return
-    assert x.maxima is not None
-    assert torch.equal(x.maxima.amax(1).view(torch.float32), rows.abs().amax(1))
+def _numbers(x: Normed) -> torch.Tensor:
+    """The numbers that the next product computes with, float64."""
+    if isinstance(x, CodedRows):
+        return x.codes.double() * x.powers.double()
+    return numbers_of(rows_of(x))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 50])
-@pytest.mark.parametrize("undivided", [False, True])
+@pytest.mark.parametrize(
+    ("num_rows", "undivided"), [(1, False), (1, True), (2, False), (5, False), (50, False)]
+)
 def test_qkv(num_rows: int, undivided: bool) -> None:
     heads, kv_heads, dim, page, size = 3, 1, 64, 16, 40
     shape = AttentionShape(heads, kv_heads, dim, page)
@@ -138,7 +147,7 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
     x = torch.randn(num_rows, size, generator=generator)
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
     maxima = x.abs().view(num_rows, 2, 20).amax(2).view(torch.int32)
-    read: Rows = UndividedRows(x, squares, 1e-5, maxima) if undivided else x
+    read: Rows = UndividedRows(x, squares, 1e-5) if undivided else MeasuredRows(x, maxima)
     positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
     table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
     tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
@@ -147,9 +156,9 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
     caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
     kv = KVView(caches[0], caches[1], tables, positions)
     q = few_rows_qkv(read, weight.codes, kv, table_rows, cos_sin, shape, scales=weight.scales)
-    qkv = numbers_of(x) @ weight.numbers().double().T
     if undivided:
-        qkv *= (squares.sum(1, keepdim=True).double() / size + 1e-5).rsqrt()
+        x = x * (squares.sum(1, keepdim=True) / size + 1e-5).rsqrt()
+    qkv = numbers_of(x) @ weight.numbers().double().T
     kv = KVView(caches[2], caches[3], tables, positions)
     expected, _ = rope_and_store(qkv.float(), kv, table_rows, cos_sin, shape)
     assert relative_error(q, expected.double()) < 1e-5
@@ -158,11 +167,23 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
         assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
+@pytest.mark.parametrize(("silu", "is_split"), [(False, False), (True, False), (False, True)])
+def test_tiles_fit_a_multiprocessor(silu: bool, is_split: bool) -> None:
     for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
         for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
-            tile = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu).matrix_tile()
+            product = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu)
+            tile = product.matrix_tile(is_split=is_split)
             row_bytes = tile["BN"] * (2 if silu else 1) + 2 * tile["BM"]  # x is in bfloat16
             moved = row_bytes * tile["BK"] * tile["STAGES"] + tile["BM"] * tile["BK"]
             assert moved <= 227 * 1024, (num_rows, num_out, tile)
+
+
+def test_products_with_few_programs_are_split() -> None:
+    def splits(num_rows: int, num_out: int, size: int) -> int:
+        return Product(num_rows, num_out, size, torch.float8_e4m3fn).num_splits
+
+    assert splits(8, 4096, 14336) == 4
+    assert splits(8, 12288, 14336) == 2
+    assert splits(8, 28672, 4096) == 1, "there are enough programs"
+    assert splits(8, 4096, 4096 + 256) == 1, "parts would not be even"
+    assert splits(1, 4096, 14336) == 1, "programs have whole rows of weights"

@@ -42,21 +42,12 @@ def _load_scale(at, inside, E4M3: tl.constexpr):
 
 
 @triton.jit
-def _powers(
-    x_row_at,
-    maxima_ptr,
-    member,
-    live,
-    K: tl.constexpr,
-    BM: tl.constexpr,
-    MAXIMA: tl.constexpr,
-    E4M3: tl.constexpr,
-):
+def _powers(maxima_ptr, member, live, BM: tl.constexpr, MAXIMA: tl.constexpr, E4M3: tl.constexpr):
     """The power of two of each row in e4m3, as its inverse and itself; 1 without E4M3."""
     inverse = tl.full([BM], 1.0, tl.float32)
     power = tl.full([BM], 1.0, tl.float32)
     if E4M3:
-        exponent = row_exponents(x_row_at, maxima_ptr, member, live, K, BM, MAXIMA)
+        exponent = row_exponents(maxima_ptr, member, live, MAXIMA)
         inverse = inverse_of(exponent)
         power = power_of(exponent)
     return inverse, power
@@ -146,9 +137,8 @@ def few_rows_linear_kernel(
     PARTS      divide x by its root mean square first; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
-    E4M3       weights are e4m3 times scales [N or 2 N], and rows of x are rounded to e4m3; with
-               SILU or ADD, maxima_out [rows, programs] for the next product
-    MAXIMA     see `row_exponents`
+    E4M3       weights are e4m3 times scales [N or 2 N]; rows of x, with maxima [rows, MAXIMA] of
+               their parts, are rounded to e4m3; with SILU, maxima_out [rows, programs]
     DEPENDENT  the previous kernel, which writes all inputs except parameters, may still run"""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
@@ -164,7 +154,7 @@ def few_rows_linear_kernel(
     up_scale = _load_scale(scales_ptr + N + row if E4M3 else row, inside, E4M3 and SILU)
     if DEPENDENT:
         gdc_wait()
-    inverse, power = _powers(x_row_at - first, maxima_ptr, member, live, K, BM, MAXIMA, E4M3)
+    inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
     if ADD:
@@ -208,7 +198,7 @@ def few_rows_linear_kernel(
     out_ptr += tl.program_id(1) * num_rows * N
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
     tl.store(out_at, result.to(kind), mask=both)
-    if E4M3 and (SILU or ADD):
+    if E4M3 and SILU:
         largest = tl.max(tl.where(both, bits_of(result.to(kind).to(tl.float32)), 0), 0)
         tl.store(maxima_out_ptr + member * tl.num_programs(0) + program, largest, mask=live)
 
@@ -273,7 +263,7 @@ def few_rows_qkv_kernel(
     scale = _load_scale(scales_ptr + row if E4M3 else row, inside, E4M3)
     if DEPENDENT:
         gdc_wait()
-    inverse, power = _powers(x_row_at, maxima_ptr, member, live, K, BM, MAXIMA, E4M3)
+    inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)
     result, _ = _products(

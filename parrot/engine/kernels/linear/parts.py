@@ -4,31 +4,16 @@
 import triton
 import triton.language as tl
 
-from parrot.engine.kernels.e4m3 import bits_of, exponent_of
-
-_MEASURED = tl.constexpr(512)  # Columns that `row_exponents` reads at once.
+from parrot.engine.kernels.e4m3 import exponent_of
 
 
 @triton.jit
-def row_exponents(
-    x_row_at, maxima_ptr, member, live, K: tl.constexpr, BM: tl.constexpr, MAXIMA: tl.constexpr
-):
-    """The exponents of BM rows of x in e4m3 (`e4m3.exponent_of`).
-
-    MAXIMA  the largest numbers of parts of each row are known; maxima [rows, MAXIMA]"""
-    if MAXIMA > 0:
-        part = tl.arange(0, triton.next_power_of_2(MAXIMA))[None, :]
-        is_part = live[:, None] & (part < MAXIMA)
-        maxima = tl.load(maxima_ptr + member[:, None] * MAXIMA + part, mask=is_part, other=0)
-        largest = tl.max(maxima, 1)
-    else:
-        largest = tl.zeros([BM], dtype=tl.int32)
-        offset = tl.arange(0, _MEASURED)[None, :]
-        for first in tl.range(0, K, _MEASURED):
-            inside = live[:, None] & (first + offset < K)
-            x = tl.load(x_row_at + first + offset, mask=inside, other=0.0)
-            largest = tl.maximum(largest, tl.max(bits_of(x.to(tl.float32)), 1))
-    return exponent_of(largest)
+def row_exponents(maxima_ptr, member, live, MAXIMA: tl.constexpr):
+    """The exponents of rows in e4m3 (`e4m3.exponent_of`), from maxima [rows, MAXIMA] of parts."""
+    part = tl.arange(0, triton.next_power_of_2(MAXIMA))[None, :]
+    is_part = live[:, None] & (part < MAXIMA)
+    maxima = tl.load(maxima_ptr + member[:, None] * MAXIMA + part, mask=is_part, other=0)
+    return exponent_of(tl.max(maxima, 1))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from parrot.engine.kernels.launch import KVView, early_launch, starts_early
 from parrot.engine.kernels.linear.matrix_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 from parrot.engine.kernels.linear.row_kernels import row_linear_kernel, row_qkv_kernel
 from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.row_codes import CodedRows, row_maxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,24 +18,21 @@ class UndividedRows:
     """Rows of an RMS norm before the division by the root mean square.
 
     The next product divides its result. `rows` [tokens, size] are values times the norm's weight.
-    `squares` float32 [tokens, parts] are sums of squares of parts of the values. `maxima`: see
-    `MeasuredRows`."""
+    `squares` float32 [tokens, parts] are sums of squares of parts of the values."""
 
     rows: torch.Tensor
     squares: torch.Tensor
     eps: float
-    maxima: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRows:
     """Rows [tokens, size] and the largest number of each of their parts.
 
-    `maxima` int32 [tokens, parts] are the bits of the absolute values in float32; None if they are
-    not known."""
+    `maxima` int32 [tokens, parts] are the bits of the absolute values in float32."""
 
     rows: torch.Tensor
-    maxima: torch.Tensor | None
+    maxima: torch.Tensor
 
 
 Rows = torch.Tensor | UndividedRows | MeasuredRows
@@ -57,7 +55,7 @@ def few_rows_linear(
     row, or two rows with small weights, are summed in another order (`Product`).
 
     With `scales` float32 [n], weight is e4m3 and is multiplied by them. The rows of x are then
-    rounded to e4m3 with a power of two each."""
+    rounded to e4m3 with a power of two each, so x must be measured (`measured_rows`)."""
     _launch(x, _Weight(weight, bias, scales), out, silu=silu)
     return out
 
@@ -69,10 +67,19 @@ def few_rows_gated(
     *,
     bias: torch.Tensor | None = None,
     scales: torch.Tensor | None = None,
-) -> MeasuredRows:
-    """`few_rows_linear` with `silu`, and the maxima that the next product with e4m3 needs."""
+) -> torch.Tensor | MeasuredRows:
+    """`few_rows_linear` with `silu`. The result is measured if the next product needs that."""
     maxima = _launch(x, _Weight(weight, bias, scales), out, silu=True)
-    return MeasuredRows(out, maxima)
+    return out if maxima is None else MeasuredRows(out, maxima)
+
+
+def measured_rows(x: Rows, weight: torch.Tensor, num_out: int, *, silu: bool = False) -> Rows:
+    """x with its maxima, if the product with a weight in e4m3 reads them."""
+    rows, *_ = _parts(x)
+    if Product(len(rows), num_out, rows.shape[1], weight.dtype, silu).is_row:
+        return x
+    assert not isinstance(x, UndividedRows), "the division changes which numbers are rounded up"
+    return x if isinstance(x, MeasuredRows) else MeasuredRows(rows, row_maxima(rows))
 
 
 def few_rows_add_and_norm(
@@ -98,8 +105,8 @@ def few_rows_add_and_norm(
     squares = torch.empty((num_rows, parts), dtype=torch.float32, device=residual.device)
     rows = torch.empty_like(residual)
     added = _Added(residual, norm_weight, squares)
-    maxima = _launch(x, _Weight(weight, bias, scales), rows, added=added)
-    return UndividedRows(rows, squares, eps, maxima)
+    _launch(x, _Weight(weight, bias, scales), rows, added=added)
+    return UndividedRows(rows, squares, eps)
 
 
 def few_rows_qkv(
@@ -167,12 +174,14 @@ def few_rows_qkv(
 def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
     """Rows, their squares, the norm's eps, and their maxima."""
     if isinstance(x, UndividedRows):
-        return x.rows, x.squares, x.eps, x.maxima
+        return x.rows, x.squares, x.eps, None
     return (x.rows, None, 0.0, x.maxima) if isinstance(x, MeasuredRows) else (x, None, 0.0, None)
 
 
-def can_rotate(shape: AttentionShape, x: Rows, weight: torch.Tensor) -> bool:
+def can_rotate(shape: AttentionShape, x: Rows | CodedRows, weight: torch.Tensor) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
+    if isinstance(x, CodedRows):
+        return False
     rows, *_ = _parts(x)
     if len(rows) > FEW_ROWS:
         return False
@@ -203,7 +212,7 @@ class _Added:
 def _launch(
     x: Rows, weight: _Weight, out: torch.Tensor, *, silu: bool = False, added: _Added | None = None
 ) -> torch.Tensor | None:
-    """Returns the maxima of out, if the kernel finds them (`MeasuredRows`)."""
+    """Returns the maxima of out, if the next product in e4m3 reads them."""
     rows, squares, eps, maxima = _parts(x)
     numbers, bias, scales = weight.numbers, weight.bias, weight.scales
     (num_rows, num_out), size = out.shape[-2:], rows.shape[1]
@@ -220,10 +229,11 @@ def _launch(
     if splits == 1 and product.is_row:
         kernel, tile = row_linear_kernel, product.row_tile()
     else:
-        kernel, tile = few_rows_linear_kernel, product.matrix_tile()
+        kernel, tile = few_rows_linear_kernel, product.matrix_tile(is_split=splits > 1)
         tile["SPLIT"] = size // splits
         assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
-        if scales is not None and (silu or added is not None):
+        assert scales is None or maxima is not None, "rows that are not measured"
+        if scales is not None and silu:
             parts = triton.cdiv(num_out, tile["BN"])
             maxima_out = torch.empty((num_rows, parts), dtype=torch.int32, device=out.device)
     kernel[(triton.cdiv(num_out, tile["BN"]), splits)](

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import bits_of, exponent_of, float8_of, inverse_of, power_of
+from parrot.engine.kernels.e4m3 import measured
 from parrot.engine.kernels.linear.parts import (
     add_to_residual,
     gated,
@@ -33,15 +33,27 @@ def _fetch_rows(at, tile, bias_at, scale_at, inside, BIAS: tl.constexpr, E4M3: t
 
 
 @triton.jit
-def _load_x(at, inside, E4M3: tl.constexpr):
-    """A row of x in float32. E4M3: rounded to e4m3, and the power of two to multiply it with."""
-    x = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    power = tl.full([], 1.0, tl.float32)
+def _load_x(
+    at,
+    inside,
+    squares_ptr,
+    member,
+    eps,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    E4M3: tl.constexpr,
+):
+    """A row of x in float32, and the factor of its products: 1 over its root mean square, if PARTS.
+
+    E4M3  the row is divided by its root mean square, and rounded to e4m3 with a power of two"""
+    x = tl.load(at, mask=inside, other=0.0)
+    factor = tl.full([], 1.0, tl.float32)
+    if PARTS > 0:
+        factor = _row_scale(squares_ptr, member, eps, K, PARTS)
     if E4M3:
-        exponent = exponent_of(tl.max(bits_of(x), 0))
-        x = float8_of(x * inverse_of(exponent)).to(tl.float32)
-        power = power_of(exponent)
-    return x, power
+        # Rounded as separate kernels would round.
+        x, factor = measured((x.to(tl.float32) * factor).to(x.dtype), True)
+    return x.to(tl.float32), factor
 
 
 @triton.jit
@@ -112,12 +124,11 @@ def row_linear_kernel(
         gdc_wait()
     kind = out_ptr.dtype.element_ty
     for member in tl.range(0, ROWS, num_stages=1):
-        x, factor = _load_x(x_ptr + member * stride_x + column, column < K, E4M3)
+        x_at = x_ptr + member * stride_x + column
+        x, factor = _load_x(x_at, column < K, squares_ptr, member, eps, K, PARTS, E4M3)
         place = member * N + row
         if ADD:
             before = tl.load(residual_ptr + place, mask=inside, other=0.0)
-        if PARTS > 0:
-            factor *= _row_scale(squares_ptr, member, eps, K, PARTS)
         result = _row_sums(weight, bias, scale, x, factor)
         if SILU:
             result = gated(result, _row_sums(up_weight, up_bias, up_scale, x, factor), kind)
@@ -192,9 +203,8 @@ def row_qkv_kernel(
         gdc_wait()
     result = tl.zeros([BN, ROWS], dtype=tl.float32)
     for index in tl.static_range(ROWS):
-        x, factor = _load_x(x_ptr + index * stride_x + column, column < K, E4M3)
-        if PARTS > 0:
-            factor *= _row_scale(squares_ptr, index, eps, K, PARTS)
+        x_at = x_ptr + index * stride_x + column
+        x, factor = _load_x(x_at, column < K, squares_ptr, index, eps, K, PARTS, E4M3)
         sums = _row_sums(weight, bias, scale, x, factor)
         result = tl.where((member == index)[None, :], sums[:, None], result)
     rotate_and_store(

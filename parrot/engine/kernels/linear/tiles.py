@@ -13,6 +13,7 @@ _SMALL = 8 << 20  # Below this number of weights, two rows are computed without 
 _ROW_INPUTS = {1: 16384, 2: 4096}
 _ROW_BYTES = 32 << 10  # Bytes of weights in the registers of a program.
 _ROW_OUTPUTS = (2, 16)  # Fewest and most outputs of a program without the tensor core.
+_E4M3_ROW_OUTPUTS = 4  # Fewest outputs with weights in e4m3.
 _WARP_INPUTS = 256  # Inputs that a warp reads at once: 16 bytes per thread.
 _SOME_OUTPUTS = 3072  # From this number of outputs on, tiles of 64 outputs are used.
 _MANY_OUTPUTS = 4096  # From this number of outputs on, wide tiles occupy a GPU.
@@ -40,7 +41,8 @@ class Product:
     def is_row(self) -> bool:
         """Whether the product is faster without the tensor core, if it is not split."""
         num_weights = self.outputs * self.inputs * (2 if self.silu else 1)
-        is_small = self.rows == 1 or num_weights < _SMALL
+        is_small = num_weights < _SMALL and self.dtype != torch.float8_e4m3fn
+        is_small |= self.rows == 1
         return is_small and self.inputs <= _ROW_INPUTS.get(self.rows, 0)
 
     def tile(self) -> dict[str, int]:
@@ -54,9 +56,20 @@ class Product:
         Two splits are better if a single one has too few programs to occupy a GPU."""
         if self.is_row:
             return 1
+        if self.dtype == torch.float8_e4m3fn:
+            return self._num_e4m3_splits()
         tile = self.matrix_tile()
         is_wide = triton.cdiv(self.outputs, tile["BN"]) > _FEW_PROGRAMS
         return 1 if is_wide or self.inputs % (2 * tile["BK"]) else 2
+
+    def _num_e4m3_splits(self) -> int:
+        # Wide tiles use the matrix unit best. Splits give them enough programs.
+        tile = self.matrix_tile(is_split=True)
+        programs = triton.cdiv(self.outputs, tile["BN"])
+        for splits in (4, 2):
+            if programs * splits // 2 <= _FEW_PROGRAMS and not self.inputs % (splits * tile["BK"]):
+                return splits
+        return 1
 
     def row_tile(self) -> dict[str, int]:
         """Launch arguments of a kernel without the tensor core. A program has whole rows of
@@ -65,24 +78,30 @@ class Product:
         columns = triton.next_power_of_2(self.inputs)
         outputs = _ROW_BYTES // (columns * self.dtype.itemsize * (2 if self.silu else 1))
         least, most = _ROW_OUTPUTS
-        outputs = min(max(outputs, least), most)
         warps = 8 if self.rows == 1 and columns >= 8 * _WARP_INPUTS else 4
+        if self.dtype == torch.float8_e4m3fn:
+            least, warps = _E4M3_ROW_OUTPUTS, 4
+        outputs = min(max(outputs, least), most)
         return {"ROWS": self.rows, "BN": outputs, "BK": columns, "num_warps": warps}
 
-    def matrix_tile(self) -> dict[str, int]:
-        """Launch arguments of a kernel on the tensor core."""
+    def matrix_tile(self, *, is_split: bool = False) -> dict[str, int]:
+        """Launch arguments of a kernel on the tensor core. `is_split`: the inputs are split."""
         # Few outputs need narrow tiles, so that there are enough programs. With fewer programs,
         # each program must have more bytes of weights in flight.
-        choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
+        members = max(_MIN_DOT, triton.next_power_of_2(self.rows))
         if self.dtype == torch.float8_e4m3fn:
-            choose = _e4m3_tile_of_32 if self.rows <= _HALF else _e4m3_tile_of_64
-        outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
+            outputs, columns, stages, warps = _e4m3_tile(
+                members, self.outputs, silu=self.silu, is_split=is_split
+            )
+        else:
+            choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
+            outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
         # float32 takes twice the bytes and does not use the tensor core. Larger tiles do not fit.
         if self.dtype == torch.float32:
             columns //= 4
         least = max(_MIN_DOT, _MIN_DOT_BYTES // self.dtype.itemsize)
         return {
-            "BM": max(_MIN_DOT, triton.next_power_of_2(self.rows)),
+            "BM": members,
             "BN": outputs,
             "BK": min(columns, max(least, triton.next_power_of_2(self.inputs))),
             "STAGES": stages,
@@ -110,20 +129,15 @@ def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
     return (128, 128, 4, 8) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
 
 
-def _e4m3_tile_of_32(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    """`_tile_of_32` for weights in e4m3."""
-    # Products of e4m3 need 64 outputs per program to use the matrix unit of four warps.
-    if num_out < _SOME_OUTPUTS:
-        return (32, 256, 4, 2) if silu else (16, 512, 4, 2)
+def _e4m3_tile(
+    members: int, num_out: int, *, silu: bool, is_split: bool
+) -> tuple[int, int, int, int]:
+    """`_tile_of_32` for weights in e4m3, and for up to `members` rows."""
+    # Tiles of 64 outputs or more use the matrix unit of four warps.
+    if is_split:
+        return (128, 256, 4, 8) if members <= _HALF else (128, 128, 6, 8)
     if silu:
-        return (128, 128, 4, 4) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
-    return 64, 256, 6, 4
-
-
-def _e4m3_tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
-    """`_tile_of_64` for weights in e4m3."""
-    if num_out < _SOME_OUTPUTS:
-        return (32, 128, 4, 4) if silu else (16, 256, 5, 4)
-    if silu:
-        return 128, 128, 4, 4
-    return (128, 128, 4, 4) if num_out > _MANY_OUTPUTS else (64, 128, 6, 4)
+        if num_out <= _MANY_OUTPUTS:
+            return 64, 128, 4, 4
+        return (128, 256, 3, 8) if members == _MIN_DOT else (128, 128, 4, 8)
+    return (64, 256, 6, 4) if members <= _HALF else (64, 256, 4, 4)

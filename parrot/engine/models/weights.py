@@ -1,0 +1,31 @@
+"""Chooses the products of the Triton kernels for a weight."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from parrot.engine.models.fp8 import Fp8Linear
+from parrot.engine.models.fused_weights import Weight
+from parrot.engine.models.layers import Linear, PlainLinear
+from parrot.engine.models.parallel import SummedLinear
+
+if TYPE_CHECKING:
+    from parrot.engine.models.fp8_weights import Fp8Weight
+
+LayerWeight: TypeAlias = "Weight | Fp8Weight"
+
+
+def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
+    """The products with a weight of a layer. `slot`: of symmetric memory, for sums over ranks."""
+    if isinstance(linear, SummedLinear):
+        return replace(weight_of(linear.linear), ranks=linear.ranks, slot=slot)
+    if isinstance(linear, Fp8Linear):
+        from parrot.engine.models.fp8_weights import Fp8Weight
+
+        return Fp8Weight(linear.matrix, linear.bias)
+    return plain_weight(linear)
+
+
+def plain_weight(linear: Linear) -> Weight:
+    """The products with a weight that has the model's type."""
+    assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
+    return Weight(linear.weight, linear.bias)
