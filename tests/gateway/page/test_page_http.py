@@ -388,3 +388,22 @@ async def test_engines_are_drained_by_the_operator_alone() -> None:
         await enter(site)
         assert (await site.send("POST", path, json={}))[0] == 422
         await site.post(path, {"is_wanted": True})
+
+
+async def test_a_program_that_is_interrupted_leaves_a_cancelled_run() -> None:
+    """As after Ctrl-C: the client closes its reads, and then deletes its session."""
+    async with served() as site:
+        await enter(site)
+        await site.join()
+        scope = await site.session()
+        output = await site.call(scope, "out")
+        read = asyncio.create_task(site.send("GET", f"/v1/semantic_var/{output}", params=scope))
+        await site.started(1)
+        read.cancel()
+        await asyncio.wait([read])
+        await site.started(0)
+        url = f"/v1/session/{scope['session_id']}"
+        assert (await site.send("DELETE", url, params=scope))[0] == 200
+        async with watching(site, "overview") as watch:
+            row = await watch.until(f"session:{scope['session_id']}", state="cancelled")
+            assert (row["calls"], row["failed"], row["cancelled"]) == (1, 0, 1)
