@@ -9,6 +9,7 @@ import typer
 
 from parrot.cli.bench import options as to_bench
 from parrot.cli.console import OUT
+from parrot.cli.journal import journal
 from parrot.cli.keys import keys
 
 DEFAULT_CORE = "http://localhost:9000"
@@ -51,6 +52,7 @@ def options(
 config = typer.Typer(no_args_is_help=True, help="Show configuration settings.")
 app.add_typer(config, name="config")
 app.add_typer(keys, name="keys")
+app.add_typer(journal, name="journal")
 
 CoreOption = Annotated[str, typer.Option("--core", envvar="PARROT_URL", help="Server URL.")]
 CoreConfigOption = Annotated[

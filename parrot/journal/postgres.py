@@ -13,12 +13,12 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
+from parrot.journal.migrations import KINDS, SCHEMA, added_records, require_known
 from parrot.journal.reserve import reserve_bytes
 from parrot.utils.config import ConfigError
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
-SCHEMA = 1
 # A lost server is noticed within about 5 s, independent of the operating system's defaults.
 _OPTIONS: dict[str, Any] = {
     "application_name": "parrot",
@@ -77,12 +77,8 @@ def prepare(address: str) -> None:
             if connection.execute("SELECT to_regclass('parrot_facts')").fetchone() == (None,):
                 connection.execute(_TABLES)
             schema = connection.execute("SELECT value FROM parrot_facts WHERE name = 'schema'")
-            if (found := schema.fetchone()) != (SCHEMA,):
-                known = None if found is None else found[0]
-                raise ConfigError(
-                    f"journal: the tables have schema version {known}, but this version of Parrot "
-                    f"writes {SCHEMA}: start the version that wrote them, or set another database"
-                )
+            found = schema.fetchone()
+            require_known(None if found is None else found[0], "the database")
     except psycopg.Error as error:
         raise ConfigError(f"journal: {error}") from None
 
@@ -273,6 +269,7 @@ WITH {_HELD}, gone AS (
 )
 SELECT (SELECT count(*) FROM held), count(*), coalesce(sum(size), 0)::bigint FROM gone
 """.encode()
+_SCHEMA_OF = "SELECT value FROM parrot_facts WHERE name = 'schema'"
 _RECORDS = "SELECT seq, at, subject, kind, payload, checksum FROM parrot_records"
 _SIZE = f"SELECT coalesce(sum(octet_length(payload) + {_OVERHEAD}), 0)::bigint FROM parrot_records"
 _CUT = """
@@ -321,6 +318,7 @@ class PostgresRecords(EndedSubjects):
 
     def read(self) -> Iterator[Record]:
         server = self._server()
+        self._migrate(server)
         self._measure(server)
         last, is_damaged = 0, False
         with server.transaction(), server.cursor("parrot_read") as cursor:
@@ -400,6 +398,26 @@ class PostgresRecords(EndedSubjects):
             self._lease.lose()
             raise Superseded("another ServeCore has taken over")
         return row
+
+    def _migrate(self, server: Connection) -> None:
+        """Bring the tables to the present version, in one transaction that checks the lease."""
+        with server.transaction():
+            held = "SELECT epoch FROM parrot_lease WHERE epoch = %s FOR KEY SHARE"
+            if server.execute(held, (self.epoch,)).fetchone() is None:
+                self._lease.lose()
+                raise psycopg.OperationalError("another ServeCore has taken over")
+            (schema,) = server.execute(_SCHEMA_OF).fetchone() or (None,)
+            if schema == SCHEMA:
+                return
+            rows = server.execute(f"{_RECORDS} WHERE kind = ANY(%s)".encode(), (list(KINDS),))
+            found = [(Record(*row), checksum) for *row, checksum in rows]
+            records = [record for record, checksum in found if is_intact(record, checksum)]
+            last = self.last_seq()
+            for record in added_records(records, last):
+                values = (*record, record.checksum)
+                server.execute("INSERT INTO parrot_records VALUES (%s,%s,%s,%s,%s,%s)", values)
+            server.execute("UPDATE parrot_facts SET value = %s WHERE name = 'schema'", (SCHEMA,))
+        logger.info("journal: migrated from schema version %d to %d", schema, SCHEMA)
 
     def _measure(self, server: Connection) -> None:
         size = server.execute(_SIZE.encode()).fetchone()

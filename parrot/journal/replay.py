@@ -53,6 +53,7 @@ def restore(
     secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
     core.tenants.restored(secret)
+    began = time.perf_counter()
     with _no_collection(), _tasks_on_hold(core):
         journal.read(restoring.apply)
         core.sessions.restored(journal, partial(JournaledSession, journal), secret)
@@ -65,6 +66,7 @@ def restore(
     for session in core.sessions:
         core.wake_soon(session)
     restoring.leave_dormant()
+    restoring.report(time.perf_counter() - began)
     _restore_dormant(core)
 
 
@@ -128,12 +130,14 @@ class _Restoring:
         self._journal = journal
         self._others = others
         self._broken: set[str] = set()
+        self._counts: Counter[str] = Counter()  # records by kind
         self._deferred: dict[str, list[Record]] = {}  # records to replay later, by session
         self._sizes: Counter[str] = Counter()  # the sum of `_size` of these records
         self._orphans: list[tuple[Session, int]] = []  # calls whose clients are disconnected
         self._last = ""  # the session in `_deferred` that received the last ids
 
     def apply(self, record: Record) -> None:
+        self._counts[record.kind] += 1
         if (left := self._deferred.get(record.subject)) is not None:
             left.append(record)
             if record.kind in _NUMBERING:
@@ -143,6 +147,26 @@ class _Restoring:
                 self._restore_deferred(record.subject)
             return
         self._apply_now(record)
+
+    def report(self, took_s: float) -> None:
+        """Log what the journal contains, and how long the restore took."""
+        counts, core = self._counts, self._core
+        calls = sum(counts[kind] for kind in (Kind.CALL, Kind.NATIVE, Kind.PROMPT, Kind.GRAPH))
+        logger.info(
+            "journal: restored %d sessions (%d dormant), %d calls and graphs, %d values, "
+            "%d responses, %d finished runs from %d records in %.3f s; %d sessions or responses "
+            "are broken; epoch %d",
+            len(core.sessions),
+            len(core.sessions.dormant),
+            calls,
+            counts[Kind.SETTLED],
+            counts["response"],
+            counts["run"],
+            counts.total(),
+            took_s,
+            len(self._broken),
+            self._journal.epoch,
+        )
 
     def end_broken(self) -> None:
         """End the sessions that could not be restored, and remove other broken subjects."""

@@ -1,5 +1,6 @@
 """The journal in a file: an SQLite database with a write-ahead log, open in one process only."""
 
+import json
 import logging
 import os
 import sqlite3
@@ -13,13 +14,13 @@ from pathlib import Path
 
 from parrot.journal.files import database_files, locked
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
+from parrot.journal.migrations import KINDS, SCHEMA, added_records, require_known
 from parrot.journal.reserve import Reserve, reserve_bytes
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
-_APPLICATION = 0x50727274  # SQLite's application id, which identifies a journal of Parrot.
+APPLICATION = 0x50727274  # SQLite's application id, which identifies a journal of Parrot.
 _PAGE_BYTES = 4096
 _LOG_BYTES = 16 * 2**20  # Bytes of the write-ahead log file that stay allocated after a checkpoint.
 _MAX_EPOCH = 2**62  # A larger epoch in the file counts as damage.
@@ -30,7 +31,7 @@ CREATE TABLE records (
     payload BLOB NOT NULL, checksum INTEGER NOT NULL
 );
 CREATE TABLE facts (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
-PRAGMA application_id = {_APPLICATION};
+PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {SCHEMA};
 """
 _ROWS = "seq, at, subject, kind, payload, checksum"
@@ -195,12 +196,35 @@ class JournalFile(EndedSubjects):
     def _check(self, database: sqlite3.Connection) -> None:
         (application,) = database.execute("PRAGMA application_id").fetchone()
         (schema,) = database.execute("PRAGMA user_version").fetchone()
-        if application != _APPLICATION:
+        if application != APPLICATION:
             raise ConfigError(f"journal: {self._path} is a database, but not a journal of Parrot")
-        if schema != SCHEMA:
-            raise ConfigError(
-                f"journal: {self._path} has schema version {schema}, but this version of Parrot "
-                f"writes {SCHEMA}: start the version that wrote it, or set another path"
+        if require_known(schema, str(self._path)) < SCHEMA:
+            self._migrate(database, schema)
+
+    def _migrate(self, database: sqlite3.Connection, schema: int) -> None:
+        """Bring the file to the present version, in one transaction. A damaged file is cut first,
+        by `read`, and a full disk needs room first: the next start migrates such a file."""
+        kinds = json.dumps(KINDS)
+        query = f"SELECT {_ROWS} FROM records WHERE kind IN (SELECT value FROM json_each(?))"
+        try:
+            records = []
+            for *row, checksum in database.execute(query, (kinds,)):
+                if not is_intact(record := Record(*row), checksum):
+                    raise sqlite3.DatabaseError(f"record {record.seq} is damaged")
+                records.append(record)
+            (last,) = database.execute("SELECT coalesce(max(seq), 0) FROM records").fetchone()
+            with database:
+                database.execute("BEGIN IMMEDIATE")
+                for record in added_records(records, last):
+                    database.execute(_insert(1), (*record, record.checksum))
+                database.execute(f"PRAGMA user_version = {SCHEMA}")
+        except sqlite3.DatabaseError as error:
+            if not (_is_damage(error) or _is_no_room(error)):
+                raise
+            logger.error("journal %s: cannot be migrated now: %s", self._path, error)
+        else:
+            logger.info(
+                "journal %s: migrated from schema version %d to %d", self._path, schema, SCHEMA
             )
 
     def _count_epoch(self) -> None:
@@ -258,8 +282,10 @@ class JournalFile(EndedSubjects):
         draft = self._path.with_name(f"{self._path.name}.new")
         for leftover in database_files(draft):
             leftover.unlink(missing_ok=True)
+        (schema,) = self._database.execute("PRAGMA user_version").fetchone()
         with closing(self._open(draft)) as copy, copy:
             copy.execute("BEGIN")
+            copy.execute(f"PRAGMA user_version = {schema:d}")  # It may not be migrated yet.
             copy.executemany(
                 _insert(1),
                 self._database.execute(
