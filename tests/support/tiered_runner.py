@@ -34,6 +34,8 @@ class TieredRunner(CheckingRunner):
     def __init__(self, info: RunnerInfo, *args: Any, **faults: Any) -> None:
         super().__init__(info, *args, **faults)
         self._host = [[GARBAGE] * info.block_size for _ in range(info.num_host_blocks)]
+        num_slots = 0 if info.window is None else info.window.num_host_slots
+        self._host_windows = [[GARBAGE] * info.block_size for _ in range(num_slots)]
         self.flights: list[Flight] = []
         self.begun: list[Transfer] = []
         self.rng = random.Random(0)
@@ -56,7 +58,14 @@ class TieredRunner(CheckingRunner):
         if not flight.transfer.to_host:
             self._write(flight)
         elif flight.content is None:
-            flight.content = [list(self._slots[block]) for block in flight.transfer.blocks]
+            pool, _ = self._places(flight.transfer)
+            flight.content = [list(pool[block]) for block in flight.transfer.blocks]
+
+    def _places(self, transfer: Transfer) -> tuple[list[list[int]], list[list[int]]]:
+        """The memory of the device and of the host."""
+        if transfer.of_windows:
+            return self._windows, self._host_windows
+        return self._slots, self._host
 
     def landed(self, *, wait: bool) -> list[Landed]:
         for flight in self.flights:
@@ -75,13 +84,15 @@ class TieredRunner(CheckingRunner):
             self._write(flight)
             return
         assert flight.content is not None, f"{transfer} lands before the step before it has run"
+        _, host = self._places(transfer)
         for slot, content in zip(transfer.slots, flight.content, strict=True):
-            self._host[slot] = content if flight.succeeds else self._garbage()
+            host[slot] = content if flight.succeeds else self._garbage()
 
     def _write(self, flight: Flight) -> None:
+        pool, host = self._places(flight.transfer)
         for block, slot in zip(flight.transfer.blocks, flight.transfer.slots, strict=True):
-            content = self._host[slot] if flight.succeeds else self._garbage()
-            self._slots[block] = list(content)
+            content = host[slot] if flight.succeeds else self._garbage()
+            pool[block] = list(content)
 
     def _garbage(self) -> list[int]:
         return [GARBAGE] * self._info.block_size

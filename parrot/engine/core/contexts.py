@@ -372,11 +372,12 @@ class ContextTree:
         self,
         held_by_others: Iterable[Sequence[int]] = (),
         on_host: Iterable[ShareGroup] = (),
+        slots_held_by_others: Iterable[Sequence[int]] = (),
     ) -> None:
         """Check all counts. Raises AssertionError.
 
         `held_by_others`: block tables of other holders. `on_host`: the group of each slot in CPU
-        memory."""
+        memory. `slots_held_by_others`: blocks whose window slots other holders hold."""
         self.pool.check_integrity([*(context.block_ids for context in self), *held_by_others])
         owners = Counter(
             block for context in self for block in context.block_ids[context.owned_from :]

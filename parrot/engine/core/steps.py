@@ -236,6 +236,7 @@ class WindowInfo:
     num_slots: int
     num_tokens: int  # Size of the largest window, in tokens.
     slot_bytes: int = 0
+    num_host_slots: int = 0  # Slots in CPU memory.
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ class Transfer:
     to_host: bool  # True: from blocks to slots. False: from slots to blocks.
     blocks: tuple[int, ...]
     slots: tuple[int, ...]  # `slots[i]` belongs to `blocks[i]`.
+    of_windows: bool = False  # Both are window slots, on the GPU and in CPU memory.
 
 
 @dataclass(frozen=True, slots=True)

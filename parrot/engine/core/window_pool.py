@@ -41,6 +41,9 @@ class WindowPool:
         self._slots: dict[int, int] = {}  # By block.
         self._blocks: dict[int, int] = {}  # By slot.
         self._changes: dict[int, int] = {}  # Slots attached since `take_changes`, by block.
+        self.taken: set[int] = set()  # Slots without blocks whose KV is loading.
+        # Called with the block of a kept slot, and the slot, before the block loses the slot.
+        self.on_lost: Callable[[int, int], None] | None = None
 
     @property
     def num_free(self) -> int:
@@ -71,12 +74,32 @@ class WindowPool:
         At least `len(blocks)` slots must be free."""
         for block in blocks:
             assert block not in self._slots, f"block {block} has a slot"
-            slot = self._blank.pop() if self._blank else self._reuse()
+            slot = self._next()
             self._holds[slot] = 1
             self._set(block, slot)
 
-    def _reuse(self) -> int:
-        """Take the next passed or kept slot from its block."""
+    def take(self, num_slots: int) -> list[int]:
+        """Take slots for KV that is loading. At least `num_slots` must be free."""
+        slots = [self._next() for _ in range(num_slots)]
+        self.taken.update(slots)
+        return slots
+
+    def put(self, slot: int, block: int) -> None:
+        """Attach a slot whose KV was loaded, and hold it. The block may have none."""
+        assert block not in self._slots, f"block {block} has a slot"
+        self.taken.remove(slot)
+        self._holds[slot] = 1
+        self._set(block, slot)
+
+    def give_back(self, slot: int) -> None:
+        """Return a slot whose KV was not loaded."""
+        self.taken.remove(slot)
+        self._blank.append(slot)
+
+    def _next(self) -> int:
+        """A blank slot, or else the next passed or kept slot, which its block loses."""
+        if self._blank:
+            return self._blank.pop()
         slot = next(iter(self._passed), None)
         if slot is None:
             slot = self._kept.first()
@@ -86,6 +109,8 @@ class WindowPool:
 
     def _clear(self, slot: int) -> None:
         """Take a free slot from its block."""
+        if self.on_lost is not None and slot in self._groups:
+            self.on_lost(self._blocks[slot], slot)
         block = self._blocks.pop(slot)
         self._remove_from_queue(slot)
         self._marked.discard(slot)
@@ -171,7 +196,7 @@ class WindowPool:
         assert self._blocks == {slot: block for block, slot in self._slots.items()}
         assert set(self._kept) == set(self._groups), (list(self._kept), self._groups)
         self._kept.check_integrity()
-        slots = [*self._blank, *self._passed, *self._groups, *self._holds]
+        slots = [*self._blank, *self._passed, *self._groups, *self._holds, *self.taken]
         assert sorted(slots) == list(range(self.num_slots)), f"a slot is lost or double: {slots}"
         assert not any(slot in self._blocks for slot in self._blank), "a blank slot has a block"
         assert self._marked <= self._blocks.keys(), "a blank slot is marked"

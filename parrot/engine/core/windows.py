@@ -192,9 +192,10 @@ class WindowedTree(ContextTree):
         self,
         held_by_others: Iterable[Sequence[int]] = (),
         on_host: Iterable[ShareGroup] = (),
+        slots_held_by_others: Iterable[Sequence[int]] = (),
     ) -> None:
         super().check_integrity(held_by_others, on_host)
-        held = []
+        held = [*slots_held_by_others]
         for context in self:
             window, end = context.window, self.pool.blocks_for(context.num_computed)
             if window:

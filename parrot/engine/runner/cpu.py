@@ -212,6 +212,7 @@ class CpuOptions:
     quantised: bool = False  # Store KV in e4m3.
     num_host_blocks: int = 0  # Blocks in the host tier.
     num_slots: int = 0  # Window slots; 0: blocks have the KV of all layers.
+    num_host_slots: int = 0  # Window slots in the host tier.
     max_threads: int | None = None  # Limit for a `ThreadPolicy`; None: a fixed number of threads.
 
 
@@ -243,7 +244,7 @@ class ModelRunner:
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device, num_slots=num_slots)
         self._slots = SlotTable(num_blocks) if num_slots else None
-        copies = self._cache.host_copies(options.num_host_blocks)
+        copies = self._cache.host_copies(options.num_host_blocks, options.num_host_slots)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         self._info = runner_info(
             model,
@@ -253,6 +254,7 @@ class ModelRunner:
             options.num_host_blocks,
             draft_sizes=_DRAFT_SIZES,
             num_slots=num_slots,
+            num_host_slots=options.num_host_slots,
         )
         self._attention = _attention(self._cache, spec)
         max_blocks = -(-self._info.max_seq_len // block_size)

@@ -28,6 +28,7 @@ from parrot.engine.runner.graphs import (
     bucket_list,
     mixed_sizes,
 )
+from parrot.engine.runner.host.copies import HostCopies
 from parrot.engine.runner.inputs import NO_DRAWS, DrawBuilder, InputBuilder, Scored, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
@@ -56,6 +57,7 @@ class CudaOptions:
     quantised: bool = False  # Store KV in e4m3.
     num_host_blocks: int = 0  # Blocks in the host tier.
     num_slots: int = 0  # Window slots; 0: blocks have the KV of all layers.
+    num_host_slots: int = 0  # Window slots in the host tier.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,7 @@ class CudaRunner:
         options = options or CudaOptions()
         spec, device = model.spec, model.device
         self._cache = _make_cache(model, num_blocks, block_size, options)
-        copies = self._cache.host_copies(options.num_host_blocks)
-        self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
+        self._copies = _make_copies(self._cache, options, unit)
         layer_weights = num_layer_weights(spec)
         mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
         self._info = runner_info(
@@ -136,6 +137,7 @@ class CudaRunner:
             options.num_host_blocks,
             draft_sizes=[size.rows for size in mixed if size.rows <= options.max_rows],
             num_slots=options.num_slots,
+            num_host_slots=options.num_host_slots,
         )
         max_seq_len, max_rows = self._info.max_seq_len, 2 * options.max_rows
         self._device = device
@@ -306,3 +308,8 @@ def _make_cache(model: Decoder, num_blocks: int, block_size: int, options: CudaO
     # The last block and the last slot belong to no context. Padding and warm-up write to them.
     more = num_slots and num_slots + 1
     return KVCache(layout, num_blocks + 1, model.device, paged=True, num_slots=more)
+
+
+def _make_copies(cache: KVCache, options: CudaOptions, unit: Unit | None) -> HostCopies | None:
+    copies = cache.host_copies(options.num_host_blocks, options.num_host_slots)
+    return copies if copies is None or unit is None else RankCopies(copies, unit)

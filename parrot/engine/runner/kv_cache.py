@@ -154,15 +154,26 @@ class KVCache:
     def _in_order(self, memory: torch.Tensor) -> torch.Tensor:
         return memory.transpose(2, 3) if self._paged else memory
 
-    def host_copies(self, num_slots: int) -> HostCopies | None:
-        """Make a host tier with `num_slots` slots; None for 0 slots."""
+    def host_copies(self, num_slots: int, num_window_slots: int = 0) -> HostCopies | None:
+        """Make a host tier with `num_slots` slots for blocks; None for 0 slots.
+
+        `num_window_slots`: slots for window slots, if there are any."""
         if not num_slots:
             return None
+        if not self.slot_tensors:
+            return self._copies(self.block_tensors, num_slots)
+        from parrot.engine.runner.host.slots import SlottedCopies  # Only models with windows.
+
+        blocks = self._copies(self.block_tensors, num_slots) if self.block_tensors else None
+        windows = self._copies(self.slot_tensors, num_window_slots)
+        return SlottedCopies(blocks, windows, self.num_slots - 1)
+
+    def _copies(self, tensors: tuple[torch.Tensor, ...], num_slots: int) -> HostCopies:
         if self._paged and self._device.type == "cuda":
             from parrot.engine.runner.host.cuda import CudaCopies  # Imports Triton.
 
-            return CudaCopies(self.block_tensors, self.layout.block_size, num_slots)
-        return PlainCopies(self.block_tensors, num_slots)
+            return CudaCopies(tensors, self.layout.block_size, num_slots)
+        return PlainCopies(tensors, num_slots)
 
     @property
     def num_bytes(self) -> int:
@@ -218,12 +229,14 @@ def runner_info(
     *,
     draft_sizes: Sequence[int],
     num_slots: int = 0,
+    num_host_slots: int = 0,
 ) -> RunnerInfo:
     """The properties of a runner. The model's maximum also limits `max_seq_len`."""
     spec, window = model.spec, None
     if num_slots:
         assert spec.window is not None, spec
-        window = WindowInfo(num_slots, spec.window, cache.layout.slot_bytes)
+        slot_bytes = cache.layout.slot_bytes
+        window = WindowInfo(num_slots, spec.window, slot_bytes, num_host_slots)
     return RunnerInfo(
         num_blocks=num_blocks,
         block_size=cache.layout.block_size,

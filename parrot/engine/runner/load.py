@@ -29,10 +29,10 @@ from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
 from parrot.engine.runner.fit import require_fit
 from parrot.engine.runner.host.copies import available_memory, host_slots
-from parrot.engine.runner.kv_cache import KVLayout, blocks_in_free_memory
+from parrot.engine.runner.kv_cache import MIB, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.sizes import KvMemory, KvSizes
+from parrot.engine.runner.sizes import KvMemory, KvSizes, with_host
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -99,20 +99,16 @@ def load_rank(
     report("measuring free memory")
     if instance.num_kv_cache_blocks is None:
         sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group))
-    num_host_blocks = 0
-    wants_host = use_triton and config.scheduler.prefix_caching and not sizes.num_slots
-    if instance.host_kv_gb is not None or wants_host:
-        num_host_blocks = host_blocks_for_all(
-            instance.host_kv_gb, sizes.layout, sizes.num_blocks, group
-        )
+    if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
+        sizes = with_host(sizes, host_bytes_for_all(instance.host_kv_gb, sizes, group))
     runner: ModelRunner | CudaRunner
     report("allocating memory")
     if use_triton:
-        runner = _make_cuda_runner(config, model, sizes, num_host_blocks, unit)
+        runner = _make_cuda_runner(config, model, sizes, unit)
         runner.warm_up(report)
     else:
         is_alone = member is None
-        runner = _make_torch_runner(config, model, sizes, num_host_blocks, unit, is_alone=is_alone)
+        runner = _make_torch_runner(config, model, sizes, unit, is_alone=is_alone)
     report(None)
     _log(runner)
     return LoadedModel(runner, tokenizer, checkpoint.default_sampling)
@@ -133,14 +129,14 @@ def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | No
     return found
 
 
-def host_blocks_for_all(
-    host_kv_gb: float | None, layout: KVLayout, num_blocks: int, group: RankGroup | None
-) -> int:
-    """The number of blocks in the host tier. Each rank holds its shard of every block."""
+def host_bytes_for_all(host_kv_gb: float | None, sizes: KvSizes, group: RankGroup | None) -> int:
+    """The bytes of the host tier on each rank. Each rank holds its shard of every block."""
     ranks, free = 1, available_memory()
     if group is not None:
         ranks, free = group.size, group.least(free)  # Measured before any rank allocates.
-    return host_slots(host_kv_gb, ranks * layout.block_bytes, num_blocks, free)
+    # Without slots, the memory holds whole blocks.
+    unit = sizes.layout.block_bytes if not sizes.num_slots else MIB
+    return unit * host_slots(host_kv_gb, ranks * unit, sizes.num_bytes // unit, free)
 
 
 def _no_report(_: str | None) -> None:
@@ -253,7 +249,6 @@ def _make_cuda_runner(
     config: BuiltinConfig,
     model: Decoder,
     sizes: KvSizes,
-    num_host_blocks: int,
     unit: Unit | None,
 ) -> "CudaRunner":
     from parrot.engine.runner.cuda import CudaOptions, CudaRunner  # Imports Triton.
@@ -265,8 +260,9 @@ def _make_cuda_runner(
         max_seq_len=config.instance.max_seq_len,
         gate=GateConfig() if config.instance.shared_prefix else None,
         quantised=config.instance.kv_cache_dtype == "fp8",
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=sizes.num_host_blocks,
         num_slots=sizes.num_slots,
+        num_host_slots=sizes.num_host_slots,
     )
     return CudaRunner(model, sizes.num_blocks, sizes.layout.block_size, options, unit)
 
@@ -275,7 +271,6 @@ def _make_torch_runner(
     config: BuiltinConfig,
     model: Decoder,
     sizes: KvSizes,
-    num_host_blocks: int,
     unit: Unit | None,
     *,
     is_alone: bool,
@@ -292,8 +287,9 @@ def _make_torch_runner(
         max_seq_len=instance.max_seq_len,
         gate=cpu_gate(model.dtype) if instance.shared_prefix else None,
         quantised=layout.quantised,
-        num_host_blocks=num_host_blocks,
+        num_host_blocks=sizes.num_host_blocks,
         num_slots=sizes.num_slots,
+        num_host_slots=sizes.num_host_slots,
         max_threads=torch.get_num_threads() if adapts else None,
     )
     return ModelRunner(

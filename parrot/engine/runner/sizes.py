@@ -1,6 +1,6 @@
 """How the memory for KV is divided between blocks and the window slots of windowed layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -24,6 +24,9 @@ class KvSizes:
     layout: KVLayout
     num_blocks: int
     num_slots: int = 0  # 0: blocks have the KV of all layers.
+    # In CPU memory.
+    num_host_blocks: int = 0
+    num_host_slots: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -40,9 +43,7 @@ class KvMemory:
         quantised = config.instance.kv_cache_dtype == "fp8"
         self.layout = KVLayout.of(spec, block_size, dtype, quantised=quantised)
         self._slotted = KVLayout.of(spec, block_size, dtype, quantised=quantised, with_slots=True)
-        self._needs = None
-        if not config.instance.host_kv_gb:  # The host tier has no window slots.
-            self._needs = WindowNeeds.of(spec, config, block_size)
+        self._needs = WindowNeeds.of(spec, config, block_size)
         self._num_slots = config.instance.num_window_slots
         if not self._num_slots:
             return
@@ -93,6 +94,21 @@ class KvMemory:
                 f"`instance.num_window_slots` is {num_slots}, which leaves no memory for KV blocks"
             )
         return KvSizes(layout, found, num_slots)
+
+
+def with_host(sizes: KvSizes, num_bytes: int) -> KvSizes:
+    """`sizes` with `num_bytes` of CPU memory, divided like the memory of the GPU."""
+    layout, num_slots = sizes.layout, 0
+    if sizes.num_slots:
+        part = sizes.num_slots * layout.slot_bytes / sizes.num_bytes
+        num_slots = int(part * num_bytes) // layout.slot_bytes
+    if layout.block_bytes:
+        num_blocks = (num_bytes - num_slots * layout.slot_bytes) // layout.block_bytes
+    else:
+        num_blocks = num_slots * sizes.num_blocks // sizes.num_slots
+    if sizes.num_slots and not (num_blocks and num_slots):
+        return sizes
+    return replace(sizes, num_host_blocks=num_blocks, num_host_slots=num_slots)
 
 
 @dataclass(frozen=True, slots=True)

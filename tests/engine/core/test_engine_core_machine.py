@@ -87,7 +87,11 @@ class EngineMachine(RuleBasedStateMachine):
             cache_mem=0.0,
             draft_sizes=(2, 4, 8, 64) if self.takes_drafts else (),
             num_host_blocks=self.num_host_blocks,
-            window=WindowInfo(-(-window // block_size) + 5 + more_slots, window)
+            window=WindowInfo(
+                -(-window // block_size) + 5 + more_slots,
+                window,
+                num_host_slots=self.num_host_blocks,
+            )
             if self.has_windows
             else None,
         )

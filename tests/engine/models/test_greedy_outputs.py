@@ -151,11 +151,15 @@ def test_outputs_with_window_slots(
     assert found >= 32 + 80 + 64 + 128 or num_slots == 14
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gemma4", "cohere2"])
-def test_outputs_with_preemptions_and_a_host_tier(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("slots", [{}, {"num_slots": 16, "num_host_slots": 40}], ids=["", "slots"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "cohere2", "mistral with a window"])
+def test_outputs_with_preemptions_and_a_host_tier(
+    tmp_path: Path, name: str, slots: dict[str, int]
+) -> None:
     """Blocks for two of eight contexts: KV is evicted, copied to the host and back."""
-    folder = make_tiny_model(tmp_path / "model", family)
-    twins = Twins(folder, num_blocks=20, num_host_blocks=60)
+    family, overrides = MODELS[name]
+    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
+    twins = Twins(folder, num_blocks=20, num_host_blocks=60, **slots)
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(70 + 9 * number)] for number in range(8)]
     outputs = twins.found(prompts)

@@ -81,7 +81,7 @@ def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> Cuda
         return CudaRunner(model, 32, BLOCK_SIZE, options, unit)
 
 
-def cuda_copies(cache: KVCache, num_slots: int) -> CudaCopies:
+def cuda_copies(cache: KVCache, num_slots: int, _: int = 0) -> CudaCopies:
     return CudaCopies(cache.block_tensors, BLOCK_SIZE, num_slots)
 
 

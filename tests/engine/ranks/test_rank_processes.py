@@ -24,6 +24,7 @@ from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import RankStep, processes
 from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.sizes import KvSizes
 from parrot.engine.service import RunnerService, ServiceState
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
 from parrot.protocol.errors import Unavailable
@@ -221,7 +222,8 @@ def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
 
         def ask(group: RankGroup) -> object:
             try:
-                return room.host_blocks_for_all(gib, LAYOUT, 100, group)
+                num_bytes = room.host_bytes_for_all(gib, KvSizes(LAYOUT, 100), group)
+                return num_bytes // LAYOUT.block_bytes
             except ConfigError:
                 return ConfigError
 

@@ -106,3 +106,20 @@ def test_memory_is_known_where_proc_is_not(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Path, "read_text", unreadable)
     assert kv_cache.available_memory() > MIB
+
+
+def test_slots_are_copied_and_cleared_like_blocks() -> None:
+    groups = (LayerGroup((0,), 3, 4), LayerGroup((1,), 3, 4, in_slots=True))
+    layout = replace(LAYOUT, groups=groups)
+    cache = KVCache(layout, 6, CPU, num_slots=4)
+    assert cache.num_bytes == 6 * layout.block_bytes + 4 * layout.slot_bytes
+    [blocks], [slots] = cache.block_tensors, cache.slot_tensors
+    for tensor in (blocks, slots):
+        tensor.normal_()
+    before = slots.clone()
+    cache.prepare([BlockCopy(0, 5, 3, source_slot=1, target_slot=2)], NONE, np.array([3]))
+    assert torch.equal(slots[:, :, :, 2, :3], before[:, :, :, 1, :3])
+    assert not slots[:, :, :, 2, 3:].any()
+    assert not slots[:, :, :, 3].any()
+    assert torch.equal(slots[:, :, :, :2], before[:, :, :, :2])
+    assert torch.equal(blocks[:, :, :, 5, :3], blocks[:, :, :, 0, :3])

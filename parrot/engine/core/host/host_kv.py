@@ -1,12 +1,16 @@
 """Loads KV from CPU memory for jobs that would otherwise compute it."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from parrot.engine.core.contexts import ContextTree, IdleContexts
 from parrot.engine.core.host.tier import HostTier, PendingLoad
 from parrot.engine.core.jobs import Job
-from parrot.engine.core.steps import StepPlan, TieredRunner
+from parrot.engine.core.steps import RunnerInfo, StepPlan, TieredRunner
 from parrot.protocol.engine_api import StepCosts
+
+if TYPE_CHECKING:  # Only engines with windows import it.
+    from parrot.engine.core.host.windows import WindowCopies
 
 
 class HostKv:
@@ -22,8 +26,9 @@ class HostKv:
         info = runner.info
         self._tree = tree
         self._runner = runner
+        self._windows = _window_copies(tree, info)
         self.tier: HostTier[Job] = HostTier(
-            tree.pool, info.num_host_blocks, info.block_bytes, prefill_s
+            tree.pool, info.num_host_blocks, info.block_bytes, prefill_s, self._windows
         )
 
     @property
@@ -42,15 +47,44 @@ class HostKv:
             return False
         if tier.is_loading(next_key):
             return True
+        if self._windows is not None:
+            return self._must_wait_for_windows(job, self._windows, free_blocks_for)
         first = context.num_computed // self._tree.block_size
         keys = context.keys[first : len(context.token_ids) // self._tree.block_size]
         if not tier.is_worth_loading(keys):
             return False
-        end = len(context.token_ids)
+        if not self._make_room(job, free_blocks_for):
+            return False
+        job.pending_load = tier.load(keys, job, context.group)
+        return job.pending_load is not None
+
+    def _make_room(self, job: Job, free_blocks_for: Callable[[Job, int], bool]) -> bool:
+        context, end = job.context, len(job.context.token_ids)
         while (num_blocks := self._tree.num_blocks_needed(context, end)) > self._tree.pool.num_free:
             if not free_blocks_for(job, num_blocks):
                 return False
-        job.pending_load = tier.load(keys, job, context.group)
+        return True
+
+    def _must_wait_for_windows(
+        self, job: Job, windows: "WindowCopies", free_blocks_for: Callable[[Job, int], bool]
+    ) -> bool:
+        """`must_wait_for_load` for a model with windows."""
+        tier, context = self.tier, job.context
+        first, num_full = (
+            count // self._tree.block_size
+            for count in (context.num_computed, len(context.token_ids))
+        )
+        keys = context.keys[:num_full]
+        missing = windows.missing(keys, first, tier.host)
+        if missing is None:
+            return False
+        if any(map(tier.is_loading, missing.keys)) or windows.are_loading(missing.window_keys):
+            return True
+        if not (tier.is_worth_loading_windows(missing) and self._make_room(job, free_blocks_for)):
+            return False
+        missing = windows.missing(keys, first, tier.host)  # Room may have been made by evictions.
+        if missing is not None:
+            job.pending_load = tier.load_windows(missing, job, context.group)
         return job.pending_load is not None
 
     def begin_transfers(self, idle: IdleContexts, plan: StepPlan | None) -> None:
@@ -58,8 +92,8 @@ class HostKv:
         if not self.tier.has_work:
             return
         idle.evict(self.tier.margin)  # Evicted blocks keep their keys and can be copied.
-        copied = [] if plan is None else [copy.source for copy in plan.copies]
-        if transfers := self.tier.take_transfers(copied, is_idle=plan is None):
+        copies = () if plan is None else plan.copies
+        if transfers := self.tier.take_transfers(copies, is_idle=plan is None):
             self._runner.transfer(transfers)
 
     def take_landed(self, *, wait: bool = False) -> None:
@@ -95,5 +129,17 @@ class HostKv:
 
     def check_integrity(self) -> None:
         """Compare the counts of both tiers with their holders. Raises AssertionError."""
-        self._tree.check_integrity(self.tier.held_blocks(), self.tier.host.owners())
-        self.tier.check_integrity()
+        tier = self.tier
+        self._tree.check_integrity(tier.held_blocks(), tier.owners(), tier.held_slots())
+        tier.check_integrity()
+
+
+def _window_copies(tree: ContextTree, info: RunnerInfo) -> "WindowCopies | None":
+    """None for models without windows."""
+    if info.window is None:
+        return None
+    from parrot.engine.core.host.windows import WindowCopies
+    from parrot.engine.core.windows import WindowedTree
+
+    assert isinstance(tree, WindowedTree), tree
+    return WindowCopies(tree.pool, tree.slots, info.window)

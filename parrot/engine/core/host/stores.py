@@ -31,6 +31,15 @@ class Store(NamedTuple):
     key: bytes
 
 
+class LoadedWindow(NamedTuple):
+    """A window whose transfer has finished."""
+
+    key: bytes
+    slot: int  # On the GPU.
+    source: int  # In CPU memory.
+    succeeded: bool
+
+
 class _PendingStore(NamedTuple):
     """A slot that is being written for a group."""
 

@@ -168,17 +168,18 @@ def _ids(transfer_ids: Sequence[int]) -> IntArray:
 def _transfers(transfers: Sequence[Transfer]) -> IntArray:
     numbers: list[int] = []
     for t in transfers:
-        numbers += [t.transfer_id & _ID_MASK, t.to_host, len(t.blocks), *t.blocks, *t.slots]
+        kinds = [t.to_host, t.of_windows]
+        numbers += [t.transfer_id & _ID_MASK, *kinds, len(t.blocks), *t.blocks, *t.slots]
     return _ints(numbers)
 
 
 def _read_transfers(numbers: Sequence[int]) -> tuple[Transfer, ...]:
     transfers, at = [], 0
     while at < len(numbers):
-        transfer_id, to_host, count = numbers[at : at + 3]
-        slots_at, end = at + 3 + count, at + 3 + 2 * count
-        blocks, slots = tuple(numbers[at + 3 : slots_at]), tuple(numbers[slots_at:end])
-        transfers.append(Transfer(transfer_id, bool(to_host), blocks, slots))
+        transfer_id, to_host, of_windows, count = numbers[at : at + 4]
+        slots_at, end = at + 4 + count, at + 4 + 2 * count
+        blocks, slots = tuple(numbers[at + 4 : slots_at]), tuple(numbers[slots_at:end])
+        transfers.append(Transfer(transfer_id, bool(to_host), blocks, slots, bool(of_windows)))
         at = end
     return tuple(transfers)
 

@@ -8,7 +8,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import HostStores
 from parrot.engine.core.host.tier import HostTier
-from parrot.engine.core.steps import RunnerInfo, Transfer
+from parrot.engine.core.steps import BlockCopy, RunnerInfo, Transfer, WindowInfo
 from parrot.engine.sim import VOCAB_SIZE
 from parrot.protocol.engine_api import StepCosts
 from tests.support.core_harness import LANGUAGE, Harness, next_letter, piece
@@ -30,6 +30,7 @@ class Tiered(Harness):
         num_host_blocks: int = 32,
         prefill_s: float = 1.0,
         block_bytes: int = 0,
+        window: WindowInfo | None = None,
         **config: Any,
     ) -> None:
         super().__init__(num_blocks=num_blocks, **config)
@@ -44,6 +45,7 @@ class Tiered(Harness):
             costs=costs,
             num_host_blocks=num_host_blocks,
             block_bytes=block_bytes,
+            window=window,
         )
         self.runner = TieredRunner(info, self.tokens_of, next_letter)
         self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
@@ -284,7 +286,7 @@ def test_a_block_that_a_step_copies_delays_no_store_of_another():
         pool.publish(block, bytes([block]))
     pool.release(blocks)
     assert pool.allocate(2) is not None
-    (transfer,) = tier.take_transfers(copied_blocks=blocks[:1], is_idle=True)
+    (transfer,) = tier.take_transfers([BlockCopy(blocks[0], 9, 1)], is_idle=True)
     assert transfer.to_host
     assert {*transfer.blocks} == {*blocks}
 

@@ -82,6 +82,21 @@ class DraftingTieredMachine(OverlappingTieredMachine):
         self.submit([turn], SamplingConfig(max_gen_length=14), drafts=drafts)
 
 
+class WindowedTieredMachine(TieredMachine):
+    """Windows leave the GPU and return, with and without the blocks."""
+
+    has_windows: ClassVar = True
+    num_host_blocks: ClassVar = 12
+
+
+class OverlappingWindowedTieredMachine(WindowedTieredMachine):
+    runner_type: ClassVar = TieredLaunchingRunner
+
+
+class DraftingWindowedTieredMachine(DraftingTieredMachine):
+    has_windows: ClassVar = True
+
+
 class FaultyDraftingTieredMachine(DraftingTieredMachine):
     """The bad letters are rare in outputs, so they occur mostly in drafts."""
 
@@ -95,3 +110,6 @@ TestFaultyOverlappingTieredMachine = as_test(FaultyOverlappingTieredMachine, 50)
 TestSmallTierMachine = as_test(SmallTierMachine, 50)
 TestDraftingTieredMachine = as_test(DraftingTieredMachine, 50)
 TestFaultyDraftingTieredMachine = as_test(FaultyDraftingTieredMachine, 50)
+TestWindowedTieredMachine = as_test(WindowedTieredMachine, 50)
+TestOverlappingWindowedTieredMachine = as_test(OverlappingWindowedTieredMachine, 50)
+TestDraftingWindowedTieredMachine = as_test(DraftingWindowedTieredMachine, 50)
