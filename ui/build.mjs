@@ -25,7 +25,8 @@ const built = await build({
 const files = {};
 for (const name of ["index.html", "icon.svg"]) files[name] = await readFile(here(`src/${name}`));
 files["preact.license.txt"] = await readFile(here("node_modules/preact/LICENSE"));
-for (const file of built.outputFiles) files[file.path.split("/").pop()] = Buffer.from(file.contents);
+for (const file of built.outputFiles)
+  files[file.path.split("/").pop()] = Buffer.from(file.contents);
 
 const fail = (message) => {
   console.error(message);

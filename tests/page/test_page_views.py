@@ -34,6 +34,17 @@ RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"
 AXE = Axe()
 EMPTY: dict[str, Any] = {"service": {"queued": 0, "models": [], "closing": False}}
 ENGINE = {"engine:0": scene.engine_row("engine-0", "embedded", 0, 8)}
+TENANT = {"tenant": "public", "sees_values": True}
+SEEN_BY_TENANTS = {
+    "engine:0": {
+        "engine_id": 0,
+        "engine_name": "engine-0",
+        "engine_type": "builtin",
+        "model": "embedded",
+        "default_sampling": None,
+        "is_draining": False,
+    }
+}
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -300,12 +311,19 @@ async def test_states_without_data(browser: Browser) -> None:
         ("run/77", {}, "There is no such run"),
         ("run/8", {"sessions/8": {"session": scene.run_row(8, "new")}}, "Nothing was called yet"),
         (f"{RUN}/why", {"me": OPERATOR | {"sees_values": False}}, "belong to tenant public"),
+        ("", {"me": TENANT, "overview": EMPTY | SEEN_BY_TENANTS, "series": {}}, "There is no run"),
+        ("engines", {"me": TENANT, "overview": EMPTY | SEEN_BY_TENANTS, "series": {}}, "serving"),
     ]
     for view, answers, words in states:
         stage = await open_stage(browser)
         stage.answers = answers
         await stage.goto(view)
         await stage.page.locator(f"text={words}").first.wait_for()
+        shown = await stage.page.inner_text("main")
+        assert "undefined" not in shown, view
+        assert "NaN" not in shown, view
+        if answers.get("me") == TENANT:
+            assert "Drain" not in shown
         await stage.page.context.close()
 
 

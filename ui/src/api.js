@@ -3,7 +3,8 @@ import { useEffect, useState } from "preact/hooks";
 
 const FIRST_RETRY_MS = 1000;
 const MAX_RETRY_MS = 8000;
-const HIDDEN_MS = 5000; // A hidden page closes its feeds: a browser has six connections to a server.
+// A hidden page closes its feeds, because a browser has six connections to a server.
+const HIDDEN_MS = 5000;
 const MAX_SKEW_S = 2; // The clocks of browser and server may differ by this without a correction.
 
 export class Failure extends Error {
@@ -66,7 +67,10 @@ export async function readOnce(path) {
     const end = text.indexOf("\n\n");
     if (end >= 0) {
       stop.abort();
-      const data = text.slice(0, end).split("\n").find((line) => line.startsWith("data: "));
+      const data = text
+        .slice(0, end)
+        .split("\n")
+        .find((line) => line.startsWith("data: "));
       const event = JSON.parse(data.slice(6));
       if (event.error) throw new Failure(response.status, event.error.message);
       return new Map(Object.entries(event.rows));
@@ -102,7 +106,14 @@ export function useVisitor() {
   return [visitor, setVisitor];
 }
 
-const NO_ROWS = { rows: new Map(), error: null, status: 0, isLive: false, lostAt: null, retryAt: null };
+const NO_ROWS = {
+  rows: new Map(),
+  error: null,
+  status: 0,
+  isLive: false,
+  lostAt: null,
+  retryAt: null,
+};
 
 /**
  * Rows of a feed by their keys, kept up to date until the component goes. After a break it continues
@@ -186,4 +197,6 @@ function follow(path, setState) {
 }
 
 export const rowsOf = (rows, kind) =>
-  [...rows].filter(([key]) => key.startsWith(`${kind}:`)).map(([key, row]) => ({ ...row, key: key.slice(kind.length + 1) }));
+  [...rows]
+    .filter(([key]) => key.startsWith(`${kind}:`))
+    .map(([key, row]) => ({ ...row, key: key.slice(kind.length + 1) }));

@@ -15,10 +15,20 @@ export function AskButton({ label, title, question, confirm, keep, onConfirm, di
   };
   return (
     <>
-      <button class="btn small danger" type="button" disabled={disabled} onClick={() => setOpen(true)}>
+      <button
+        class="btn small danger"
+        type="button"
+        disabled={disabled}
+        onClick={() => setOpen(true)}
+      >
         {label}
       </button>
-      <dialog ref={dialog} aria-labelledby={`${id}-title`} aria-describedby={`${id}-text`} onClose={() => setOpen(false)}>
+      <dialog
+        ref={dialog}
+        aria-labelledby={`${id}-title`}
+        aria-describedby={`${id}-text`}
+        onClose={() => setOpen(false)}
+      >
         {isOpen && (
           <>
             <h2 id={`${id}-title`}>{title}</h2>

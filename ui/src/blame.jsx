@@ -58,7 +58,8 @@ export function Blame({ graph, wall, failure, onOpen, isLive }) {
       <p>
         {told.length > 0 && (
           <>
-            <b>{share(main, total)}</b> of {seconds(total)} {told.length > 1 || !isLive ? "were" : "was"} spent in{" "}
+            <b>{share(main, total)}</b> of {seconds(total)}{" "}
+            {told.length > 1 || !isLive ? "were" : "was"} spent in{" "}
             <span class="crit">
               {told.map((one, i) => (
                 <span key={one.id}>
@@ -71,11 +72,16 @@ export function Blame({ graph, wall, failure, onOpen, isLive }) {
             .{" "}
           </>
         )}
-        {sumOf(gaps) / total >= TELL && <Gaps gaps={gaps} total={total} graph={graph} onOpen={onOpen} />}
-        {sumOf(queues) / total >= TELL && <>{share(sumOf(queues), total)} passed in the queue for an engine. </>}
+        {sumOf(gaps) / total >= TELL && (
+          <Gaps gaps={gaps} total={total} graph={graph} onOpen={onOpen} />
+        )}
+        {sumOf(queues) / total >= TELL && (
+          <>{share(sumOf(queues), total)} passed in the queue for an engine. </>
+        )}
         {running && (
           <>
-            <CallName graph={graph} id={running.id} onOpen={onOpen} /> has run for {seconds(running.to - running.from)}.
+            <CallName graph={graph} id={running.id} onOpen={onOpen} /> has run for{" "}
+            {seconds(running.to - running.from)}.
           </>
         )}
       </p>
@@ -97,7 +103,8 @@ function Gaps({ gaps, total, graph, onOpen }) {
       )}
       {before?.call && (
         <>
-          , {gaps.length > 1 && "mostly "}before it called <CallName graph={graph} id={before.call} onOpen={onOpen} />
+          , {gaps.length > 1 && "mostly "}before it called{" "}
+          <CallName graph={graph} id={before.call} onOpen={onOpen} />
         </>
       )}
       .{" "}
@@ -109,7 +116,8 @@ function Gaps({ gaps, total, graph, onOpen }) {
 function Failure({ failure: { id, message, others }, graph, onOpen }) {
   return (
     <p class="cause">
-      <CallName graph={graph} id={id} onOpen={onOpen} kind="as-name failed" /> failed{message && <>: {message}</>}
+      <CallName graph={graph} id={id} onOpen={onOpen} kind="as-name failed" /> failed
+      {message && <>: {message}</>}
       {message && !message.endsWith(".") && "."}
       {!message && "."}
       {others.length > 0 && (
@@ -170,7 +178,8 @@ function Wall({ segments, total, graph, onOpen }) {
   );
 }
 
-const PREFIX = /^native function `[^`]*` failed: /; // The function's name stands beside the message.
+// The function's name stands beside the message.
+const PREFIX = /^native function `[^`]*` failed: /;
 
 /** The message of the first cause; its type if the visitor may not see it. */
 export const errorText = (errors) => {
@@ -181,10 +190,17 @@ export const errorText = (errors) => {
 /** What failed first, and which calls did not run because of it. */
 export function failureOf(graph, rows) {
   const failed = [...graph.calls].filter(([, call]) => call.state === "failed");
-  const own = failed.filter(([, call]) => call.ready_s != null).sort(([, a], [, b]) => a.finished_s - b.finished_s);
+  const own = failed
+    .filter(([, call]) => call.ready_s != null)
+    .sort(([, a], [, b]) => a.finished_s - b.finished_s);
   const [first] = own.length ? own : failed;
   if (!first) return null;
-  const errors = first[1].outputs.map((output) => rows.get(`var:${output}`)?.errors).find(Boolean) ?? [];
-  return { id: first[0], message: errorText(errors), others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id), number: own.length };
+  const errors =
+    first[1].outputs.map((output) => rows.get(`var:${output}`)?.errors).find(Boolean) ?? [];
+  return {
+    id: first[0],
+    message: errorText(errors),
+    others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id),
+    number: own.length,
+  };
 }
-

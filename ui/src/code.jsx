@@ -7,7 +7,8 @@ const FORMS = { PFunc: asPFunc, OpenAI: asOpenAI, curl: asCurl };
 const TOKENS = /("""[^]*?"""|"(?:[^"\\\n]|\\.)*"|#.*$|\b(?:from|import|def|return|print)\b)/m;
 const WORD = /^(from|import|def|return|print)$/;
 
-const classOf = (part) => (part.startsWith('"') ? "s" : part.startsWith("#") ? "c" : WORD.test(part) ? "k" : undefined);
+const classOf = (part) =>
+  part.startsWith('"') ? "s" : part.startsWith("#") ? "c" : WORD.test(part) ? "k" : undefined;
 
 export function Code({ program, values, models }) {
   const [form, setForm] = useState("PFunc");
@@ -16,7 +17,12 @@ export function Code({ program, values, models }) {
     <section class="card box code" aria-label="Code">
       <header>
         <h2>Code</h2>
-        <Segments label="Form" options={Object.keys(FORMS).map((id) => ({ id, name: id }))} chosen={form} onChoose={setForm} />
+        <Segments
+          label="Form"
+          options={Object.keys(FORMS).map((id) => ({ id, name: id }))}
+          chosen={form}
+          onChoose={setForm}
+        />
         <span class="end">
           <CopyButton text={code} what="the code">
             Copy

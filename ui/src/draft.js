@@ -8,8 +8,16 @@ export const SETTINGS = { model: "", temperature: 0.2, maxTokens: 64, seed: "7",
 export const EXAMPLES = {
   "animals of a place": {
     calls: [
-      { name: "animals", system: "", prompt: "What animals live in {{place}}? Answer in one sentence." },
-      { name: "fact", system: "", prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{animals}}" },
+      {
+        name: "animals",
+        system: "",
+        prompt: "What animals live in {{place}}? Answer in one sentence.",
+      },
+      {
+        name: "fact",
+        system: "",
+        prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{animals}}",
+      },
     ],
     values: { place: "the rain forest" },
   },
@@ -19,18 +27,36 @@ export const EXAMPLES = {
   },
   "map and reduce": {
     calls: [
-      { name: "first", system: "", prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{text_1}}" },
-      { name: "second", system: "", prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{text_2}}" },
-      { name: "paragraph", system: "", prompt: "Write one paragraph about these facts:\n\n{{first}} {{second}}" },
+      {
+        name: "first",
+        system: "",
+        prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{text_1}}",
+      },
+      {
+        name: "second",
+        system: "",
+        prompt: "What is the main fact in this text? Answer in one sentence.\n\n{{text_2}}",
+      },
+      {
+        name: "paragraph",
+        system: "",
+        prompt: "Write one paragraph about these facts:\n\n{{first}} {{second}}",
+      },
     ],
     values: {
       text_1: "Bees visit about two million flowers to make one pound of honey.",
-      text_2: "Parrots are birds that can imitate sounds. A parrot in a harbour has learned to whistle like the ferry.",
+      text_2:
+        "Parrots are birds that can imitate sounds. A parrot in a harbour can whistle like the ferry.",
     },
   },
   "one of several answers": {
     calls: [
-      { name: "topic", system: "", prompt: "What is this text about?\n\n{{text}}", sampling: { choices: ["animals", "sport", "money"] } },
+      {
+        name: "topic",
+        system: "",
+        prompt: "What is this text about?\n\n{{text}}",
+        sampling: { choices: ["animals", "sport", "money"] },
+      },
     ],
     values: { text: "Bees visit about two million flowers to make one pound of honey." },
   },
@@ -81,16 +107,34 @@ export function draftOfCall({ call, row, source, rows, texts, seen }) {
   };
   const roles = new Set(seen?.prompt.map((piece) => piece.role));
   const isChat = seen === null || (!roles.has("markup") && roles.has("user"));
-  const system = isChat ? seen?.prompt.filter((piece) => piece.role === "system").map((piece) => piece.text).join("") : "";
-  const pieces = system && source.prompt[0]?.text === system ? source.prompt.slice(1) : source.prompt;
+  const system = isChat
+    ? seen?.prompt
+        .filter((piece) => piece.role === "system")
+        .map((piece) => piece.text)
+        .join("")
+    : "";
+  const pieces =
+    system && source.prompt[0]?.text === system ? source.prompt.slice(1) : source.prompt;
   const parts = pieces.map((piece, i) => {
-    if (piece.text === undefined) return nameFor(piece.var, piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "input", texts.get(piece.var)?.text ?? "");
+    if (piece.text === undefined)
+      return nameFor(
+        piece.var,
+        piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "input",
+        texts.get(piece.var)?.text ?? "",
+      );
     return piece.text.includes("{{") ? nameFor(i, "text", piece.text) : piece.text;
   });
   const { max_gen_length, temperature, seed, ...sampling } = source.sampling ?? {};
   return {
     title: `${call.func_name || call.output}, from a run`,
-    calls: [{ name: output, system: system ?? "", prompt: parts.join(""), ...(Object.keys(sampling).length && { sampling }) }],
+    calls: [
+      {
+        name: output,
+        system: system ?? "",
+        prompt: parts.join(""),
+        ...(Object.keys(sampling).length && { sampling }),
+      },
+    ],
     values,
     settings: {
       model: call.model ?? "",

@@ -17,7 +17,10 @@ export function Engines({ isOperator }) {
   const service = overview.rows.get("service");
   const isSlow = useSlow(!service);
   const engines = rowsOf(overview.rows, "engine");
-  const contexts = rowsOf(placement.rows, "context").map((row) => ({ ...row, id: Number(row.key) }));
+  const contexts = rowsOf(placement.rows, "context").map((row) => ({
+    ...row,
+    id: Number(row.key),
+  }));
   return (
     <div class="screen">
       <div class="head">
@@ -107,13 +110,13 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
           </div>
         ) : (
           engine.hit_tokens != null && (
-          <div>
-            <h3>From cache</h3>
-            <div class="v">
-              {count(engine.hit_tokens)}
-              <small> tokens</small>
+            <div>
+              <h3>From cache</h3>
+              <div class="v">
+                {count(engine.hit_tokens)}
+                <small> tokens</small>
+              </div>
             </div>
-          </div>
           )
         )}
         {engine.server && <Server load={engine.server} />}
@@ -122,7 +125,9 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
       {engine.hit_tokens > 0 && (
         <p class="note dim">
           {count(engine.hit_tokens)} prompt tokens came from the cache
-          {engine.recomputed_tokens > 0 && `, ${count(engine.recomputed_tokens)} were computed again after an eviction`}.
+          {engine.recomputed_tokens > 0 &&
+            `, ${count(engine.recomputed_tokens)} were computed again after an eviction`}
+          .
         </p>
       )}
     </article>
@@ -132,7 +137,9 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
 /** Values for requests that do not set their own sampling; of a foreign server they are unknown. */
 function sampling(defaults) {
   if (!defaults) return undefined;
-  return `Default sampling: ${Object.entries(defaults).map(([name, value]) => `${name} ${value}`).join(", ")}`;
+  return `Default sampling: ${Object.entries(defaults)
+    .map(([name, value]) => `${name} ${value}`)
+    .join(", ")}`;
 }
 
 const Server = ({ load }) => (
@@ -153,12 +160,19 @@ function DrainButton({ engine, others, isLive }) {
   const drain = (is_wanted) => post(`engines/${engine.engine_id}/drain`, { is_wanted });
   if (engine.is_draining) {
     return (
-      <button class="btn small" type="button" disabled={!isLive} onClick={() => drain(false).catch((failure) => say(failure.message))}>
+      <button
+        class="btn small"
+        type="button"
+        disabled={!isLive}
+        onClick={() => drain(false).catch((failure) => say(failure.message))}
+      >
         Resume
       </button>
     );
   }
-  const rest = others ? `New calls go to ${others === 1 ? "the other engine" : `the ${others} other engines`}.` : "It is the only engine, so new calls wait.";
+  const rest = others
+    ? `New calls go to ${others === 1 ? "the other engine" : `the ${others} other engines`}.`
+    : "It is the only engine, so new calls wait.";
   return (
     <AskButton
       label="Drain…"
@@ -172,7 +186,7 @@ function DrainButton({ engine, others, isLive }) {
   );
 }
 
-/** KV in use, split by what holds it: shared prefixes, running calls, and contexts kept for later. */
+/** KV in use, split into shared prefixes, running calls, and contexts kept for later. */
 function Tiers({ engine, contexts }) {
   const kv = kvShare(engine);
   if (kv === null) return null;
@@ -182,17 +196,35 @@ function Tiers({ engine, contexts }) {
   const shared = (used * sum(contexts.filter((c) => c.is_shared))) / whole;
   const kept = (used * sum(contexts.filter((c) => !c.is_shared && !c.in_use))) / whole;
   const running = contexts.length ? used - shared - kept : used;
-  const host = engine.host_blocks ? (100 * (engine.host_blocks - engine.host_free_blocks)) / engine.host_blocks : null;
+  const host = engine.host_blocks
+    ? (100 * (engine.host_blocks - engine.host_free_blocks)) / engine.host_blocks
+    : null;
   const text = engine.blocks ? `${share(kv, 1)} of ${count(engine.blocks)} blocks` : share(kv, 1);
   return (
     <div class="tiers">
       <span class="dim">KV</span>
-      <Parts kind="tier" parts={[["shared", shared], ["use", running], ["kept", kept], ["free", 100 - used]]} label={`KV: ${text}`} />
+      <Parts
+        kind="tier"
+        parts={[
+          ["shared", shared],
+          ["use", running],
+          ["kept", kept],
+          ["free", 100 - used],
+        ]}
+        label={`KV: ${text}`}
+      />
       <span class="n">{text}</span>
       {host !== null && (
         <>
           <span class="dim">Host</span>
-          <Parts kind="tier" parts={[["kept", host], ["free", 100 - host]]} label={`KV in CPU memory: ${Math.round(host)} %`} />
+          <Parts
+            kind="tier"
+            parts={[
+              ["kept", host],
+              ["free", 100 - host],
+            ]}
+            label={`KV in CPU memory: ${Math.round(host)} %`}
+          />
           <span class="n">
             {Math.round(host)} % of {count(engine.host_blocks)} blocks
           </span>
@@ -225,7 +257,8 @@ function fold(decisions) {
   const folded = [];
   for (const decision of decisions) {
     const last = folded.at(-1);
-    if (last && ["session", "func", "engine"].every((field) => last[0][field] === decision[field])) last.push(decision);
+    if (last && ["session", "func", "engine"].every((field) => last[0][field] === decision[field]))
+      last.push(decision);
     else folded.push([decision]);
   }
   return folded;
@@ -248,8 +281,12 @@ function Decisions({ decisions }) {
               <tr>
                 <th scope="col">Call</th>
                 <th scope="col">Went to</th>
-                <th scope="col" class="n">Cached</th>
-                <th scope="col" class="n">Age</th>
+                <th scope="col" class="n">
+                  Cached
+                </th>
+                <th scope="col" class="n">
+                  Age
+                </th>
               </tr>
             </thead>
             <tbody>
@@ -294,12 +331,17 @@ function DecisionRow({ group, now }) {
 function Compared({ decision: { compared = [], engine } }) {
   if (compared.length < 2) return null;
   const text = (one) => (one.seconds === null ? "full" : seconds(one.seconds));
-  const others = compared.filter((one) => one.engine !== engine).sort((a, b) => (a.seconds ?? Infinity) - (b.seconds ?? Infinity));
+  const others = compared
+    .filter((one) => one.engine !== engine)
+    .sort((a, b) => (a.seconds ?? Infinity) - (b.seconds ?? Infinity));
   const own = compared.find((one) => one.engine === engine);
   return (
     <div class="dim">
       {own && `predicted ${text(own)}; `}
-      {others.slice(0, 2).map((one) => `${one.engine} ${text(one)}`).join(", ")}
+      {others
+        .slice(0, 2)
+        .map((one) => `${one.engine} ${text(one)}`)
+        .join(", ")}
     </div>
   );
 }

@@ -6,8 +6,17 @@ import { Bones, Empty, Live, Notice, Search, Segments, say, useSlow } from "./pa
 import { go, useTitle, withQuery } from "./route.js";
 import { setSeen, severityOf } from "./severity.js";
 
-const SEVERITIES = { all: "All", serious: "Serious", notice: "Notices", information: "Information" };
-const GLYPHS = { serious: ["failed", "failed"], notice: ["warn", "queued"], information: ["info", "stopped"] };
+const SEVERITIES = {
+  all: "All",
+  serious: "Serious",
+  notice: "Notices",
+  information: "Information",
+};
+const GLYPHS = {
+  serious: ["failed", "failed"],
+  notice: ["warn", "queued"],
+  information: ["info", "stopped"],
+};
 const KINDS = { "session expired": "run expired" };
 
 export function Events({ isOperator, query }) {
@@ -18,8 +27,13 @@ export function Events({ isOperator, query }) {
   const events = rowsOf(feed.rows, "event").sort((a, b) => b.key - a.key);
   const filter = Object.keys(SEVERITIES).find((name) => query.has(name)) ?? "all";
   const q = query.get("q") ?? "";
-  const set = (name, text) => go(withQuery("/events", { ...(name !== "all" && { [name]: true }), q: text }), true);
-  const found = events.filter((event) => `${kindOf(event)} ${event.engine} ${event.session} ${event.text}`.toLowerCase().includes(q.toLowerCase()));
+  const set = (name, text) =>
+    go(withQuery("/events", { ...(name !== "all" && { [name]: true }), q: text }), true);
+  const found = events.filter((event) =>
+    `${kindOf(event)} ${event.engine} ${event.session} ${event.text}`
+      .toLowerCase()
+      .includes(q.toLowerCase()),
+  );
   const isOf = (name) => (event) => name === "all" || severityOf(event) === name;
   const shown = found.filter(isOf(filter));
   return (
@@ -35,11 +49,20 @@ export function Events({ isOperator, query }) {
         <div class="bar">
           <Segments
             label="Which events"
-            options={Object.keys(SEVERITIES).map((id) => ({ id, name: SEVERITIES[id], number: count(found.filter(isOf(id)).length) }))}
+            options={Object.keys(SEVERITIES).map((id) => ({
+              id,
+              name: SEVERITIES[id],
+              number: count(found.filter(isOf(id)).length),
+            }))}
             chosen={filter}
             onChoose={(name) => set(name, q)}
           />
-          <Search label="Search events" placeholder="Engine, run or words" value={q} onInput={(text) => set(filter, text)} />
+          <Search
+            label="Search events"
+            placeholder="Engine, run or words"
+            value={q}
+            onInput={(text) => set(filter, text)}
+          />
         </div>
       )}
       {shown.length > 0 && (
@@ -49,7 +72,10 @@ export function Events({ isOperator, query }) {
       )}
       {feed.isLive && !shown.length && (
         <Empty title={events.length ? "No event matches" : "Nothing has happened yet"}>
-          <p>Engines that join, drain or are lost, calls that were tried again, and runs that expired appear here.</p>
+          <p>
+            Engines that join, drain or are lost, calls that were tried again, and runs that expired
+            appear here.
+          </p>
         </Empty>
       )}
     </div>
@@ -66,7 +92,8 @@ function fold(events) {
   const entries = [];
   for (const event of events) {
     const last = entries.at(-1);
-    const same = last && ["kind", "text", "engine"].every((field) => last[0][field] === event[field]);
+    const same =
+      last && ["kind", "text", "engine"].every((field) => last[0][field] === event[field]);
     if (same && day(last[0].at) === day(event.at)) last.push(event);
     else entries.push([event]);
   }
@@ -90,9 +117,13 @@ function List({ events, isOperator }) {
               number={entry.length}
               isOpen={isOpen}
               toggle={() => setOpen(isOpen ? null : event.key)}
-              engine={isOperator && event.kind === "engine drains" ? engines.get(event.engine) : undefined}
+              engine={
+                isOperator && event.kind === "engine drains" ? engines.get(event.engine) : undefined
+              }
             />,
-            ...(isOpen ? entry.slice(1).map((other) => <Event key={other.key} event={other} number={1} />) : []),
+            ...(isOpen
+              ? entry.slice(1).map((other) => <Event key={other.key} event={other} number={1} />)
+              : []),
           ];
         })}
       </ol>
@@ -106,7 +137,9 @@ function useEngines(number) {
   useEffect(() => {
     let isOver = false;
     readOnce("overview").then(
-      (rows) => isOver || setEngines(new Map(rowsOf(rows, "engine").map((engine) => [engine.engine_name, engine]))),
+      (rows) =>
+        isOver ||
+        setEngines(new Map(rowsOf(rows, "engine").map((engine) => [engine.engine_name, engine]))),
       () => {},
     );
     return () => {
@@ -119,7 +152,10 @@ function useEngines(number) {
 function Event({ event, number, isOpen, toggle, engine }) {
   const severity = severityOf(event);
   const [icon, colour] = GLYPHS[severity];
-  const resume = () => post(`engines/${engine.engine_id}/drain`, { is_wanted: false }).catch((failure) => say(failure.message));
+  const resume = () =>
+    post(`engines/${engine.engine_id}/drain`, { is_wanted: false }).catch((failure) =>
+      say(failure.message),
+    );
   return (
     <li>
       <time title={fullDate(event.at)} datetime={new Date(event.at * 1000).toISOString()}>

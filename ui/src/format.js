@@ -32,16 +32,20 @@ export function clock(at) {
   return `${twoDigits(date.getHours())}:${twoDigits(date.getMinutes())}:${twoDigits(date.getSeconds())}`;
 }
 
-export const fullDate = (at) => new Date(at * 1000).toLocaleString("en-GB", { dateStyle: "full", timeStyle: "medium" });
+export const fullDate = (at) =>
+  new Date(at * 1000).toLocaleString("en-GB", { dateStyle: "full", timeStyle: "medium" });
 
-const dayNumber = (date) => Math.floor((date.getTime() - date.getTimezoneOffset() * 60_000) / 86_400_000);
+const dayNumber = (date) =>
+  Math.floor((date.getTime() - date.getTimezoneOffset() * 60_000) / 86_400_000);
 
 /** `Today`, `Yesterday` or the date of a Unix time. */
 export function day(at, now = Date.now() / 1000) {
   const date = new Date(at * 1000);
   const age = dayNumber(new Date(now * 1000)) - dayNumber(date);
   if (age <= 0) return "Today";
-  return age === 1 ? "Yesterday" : date.toLocaleDateString("en-GB", { weekday: "long", day: "numeric", month: "long" });
+  return age === 1
+    ? "Yesterday"
+    : date.toLocaleDateString("en-GB", { weekday: "long", day: "numeric", month: "long" });
 }
 
 /** How long ago: `now`, `40 s ago`, `2 min ago`. */
@@ -52,7 +56,8 @@ export function ago(at, now) {
   return age < 5400 ? `${Math.round(age / 60)} min ago` : `${Math.round(age / 3600)} h ago`;
 }
 
-export const cut = (text, length) => (text.length > length ? `${text.slice(0, length - 1)}…` : text);
+export const cut = (text, length) =>
+  text.length > length ? `${text.slice(0, length - 1)}…` : text;
 
 /** The words of states, by the class that draws them. */
 export const WORDS = {

@@ -76,7 +76,8 @@ function fold(graph, order, parents, children) {
   }
   for (const [id, list] of parents) {
     const node = nodeOf.get(id);
-    for (const parent of list) if (nodeOf.get(parent) !== node) node?.parents.add(nodeOf.get(parent));
+    for (const parent of list)
+      if (nodeOf.get(parent) !== node) node?.parents.add(nodeOf.get(parent));
   }
   return nodes;
 }
@@ -86,7 +87,9 @@ function shapes(graph, order, neighbours) {
   const numbers = new Map();
   const known = new Map();
   for (const id of order) {
-    const around = [...new Set(neighbours.get(id).map((other) => numbers.get(other)))].sort((a, b) => a - b);
+    const around = [...new Set(neighbours.get(id).map((other) => numbers.get(other)))].sort(
+      (a, b) => a - b,
+    );
     const text = JSON.stringify([graph.calls.get(id).func_name, around]);
     if (!known.has(text)) known.set(text, known.size);
     numbers.set(id, known.get(text));
@@ -109,9 +112,10 @@ export function criticalPath(graph) {
   return path;
 }
 
-const LEAST_S = 0.002; // A call that became ready this long after its last input waited for its program.
+// A call that became ready this long after its last input waited for its program.
+const LEAST_S = 0.002;
 
-/** The call whose end let this one begin: its last input, or the last call that the program saw end. */
+/** The call whose end let this one begin: its last input, or the last call that ended before. */
 function lastBefore(graph, id) {
   const { ready_s } = graph.calls.get(id);
   const parent = lastParent(graph, id);
@@ -119,7 +123,12 @@ function lastBefore(graph, id) {
   let last = parent;
   if (ready_s == null || ready_s - end < LEAST_S) return last;
   for (const [other, call] of graph.calls) {
-    if (call.started_s != null && call.finished_s != null && call.finished_s <= ready_s && call.finished_s > end) {
+    if (
+      call.started_s != null &&
+      call.finished_s != null &&
+      call.finished_s <= ready_s &&
+      call.finished_s > end
+    ) {
       end = call.finished_s;
       last = other;
     }
@@ -128,10 +137,16 @@ function lastBefore(graph, id) {
 }
 
 function lastCall(graph) {
-  const open = [...graph.calls].filter(([, call]) => call.state === "running" || call.state === "queued");
+  const open = [...graph.calls].filter(
+    ([, call]) => call.state === "running" || call.state === "queued",
+  );
   if (open.length) return open.reduce((a, b) => (b[1].ready_s < a[1].ready_s ? b : a))[0];
-  const finished = [...graph.calls].filter(([, call]) => call.finished_s != null && call.started_s != null);
-  return finished.length ? finished.reduce((a, b) => (b[1].finished_s > a[1].finished_s ? b : a))[0] : undefined;
+  const finished = [...graph.calls].filter(
+    ([, call]) => call.finished_s != null && call.started_s != null,
+  );
+  return finished.length
+    ? finished.reduce((a, b) => (b[1].finished_s > a[1].finished_s ? b : a))[0]
+    : undefined;
 }
 
 /** The parent whose end came last. */

@@ -1,4 +1,4 @@
-// The graph of a run: nodes and edges that can be moved, zoomed and walked through with the keyboard.
+// The graph of a run. It can be moved, zoomed, and walked through with the keyboard.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { cut, plural, seconds, share } from "./format.js";
 import { Glyph, Icon } from "./icons.jsx";
@@ -34,7 +34,8 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     zoom.current.textContent = `${Math.round(k * 100)} %`;
     if (layout.nodes.length > MANY_NODES) setNear((old) => nearPart(view.current, size, old));
   };
-  const isNear = (node) => layout.nodes.length <= MANY_NODES || (near !== null && isInside(node, near));
+  const isNear = (node) =>
+    layout.nodes.length <= MANY_NODES || (near !== null && isInside(node, near));
   const fit = () => put({ ...fitted(size, layout, focus), isMoved: false });
   const scale = (by, cx = size.width / 2, cy = size.height / 2) => {
     const { x, y, k } = view.current;
@@ -49,7 +50,10 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     const anchor = view.current.isMoved && layout.nodes.find((node) => old.has(node.id));
     if (anchor) {
       const { k, x, y } = view.current;
-      put({ x: x + (old.get(anchor.id).x - anchor.x) * k, y: y + (old.get(anchor.id).y - anchor.y) * k });
+      put({
+        x: x + (old.get(anchor.id).x - anchor.x) * k,
+        y: y + (old.get(anchor.id).y - anchor.y) * k,
+      });
     } else {
       fit();
     }
@@ -82,7 +86,8 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     event.preventDefault();
     move(-dx * STEP, -dy * STEP);
   };
-  const reached = at && layout.nodes.some((node) => node.id === at) ? at : (focus?.id ?? layout.nodes[0]?.id);
+  const reached =
+    at && layout.nodes.some((node) => node.id === at) ? at : (focus?.id ?? layout.nodes[0]?.id);
   return (
     <section class="card box" aria-label="Graph">
       <header>
@@ -91,14 +96,32 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
           {plural(graph.calls.size, "call")}, {plural(layout.nodes.length, "node")}
         </span>
         <span class="end">
-          <button class="btn ghost small" type="button" aria-label="Zoom out" title="Zoom out" onClick={() => scale(0.8)}>
+          <button
+            class="btn ghost small"
+            type="button"
+            aria-label="Zoom out"
+            title="Zoom out"
+            onClick={() => scale(0.8)}
+          >
             −
           </button>
           <span ref={zoom} />
-          <button class="btn ghost small" type="button" aria-label="Zoom in" title="Zoom in" onClick={() => scale(1.25)}>
+          <button
+            class="btn ghost small"
+            type="button"
+            aria-label="Zoom in"
+            title="Zoom in"
+            onClick={() => scale(1.25)}
+          >
             +
           </button>
-          <button class="btn ghost small" type="button" aria-label="Fit to the window" title="Fit to the window" onClick={fit}>
+          <button
+            class="btn ghost small"
+            type="button"
+            aria-label="Fit to the window"
+            title="Fit to the window"
+            onClick={fit}
+          >
             <Icon name="fit" />
           </button>
         </span>
@@ -112,23 +135,29 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
           onKeyDown={pan}
         >
           <g ref={group}>
-            {size && layout.edges.map((edge) => (
-              <Edge key={`${edge.from.id} ${edge.to.id}`} {...edgeLook(edge, graph, path)} {...shapeOf(edge)} />
-            ))}
-            {size && layout.nodes.map((node) => (
-              <Node
-                key={node.id}
-                node={node}
-                {...nodeLook(node, graph, shares)}
-                x={node.x}
-                y={node.y}
-                isNear={isNear(node)}
-                isShown={node === shown}
-                isReached={node.id === reached}
-                onOpen={onOpen}
-                onKey={walk}
-              />
-            ))}
+            {size &&
+              layout.edges.map((edge) => (
+                <Edge
+                  key={`${edge.from.id} ${edge.to.id}`}
+                  {...edgeLook(edge, graph, path)}
+                  {...shapeOf(edge)}
+                />
+              ))}
+            {size &&
+              layout.nodes.map((node) => (
+                <Node
+                  key={node.id}
+                  node={node}
+                  {...nodeLook(node, graph, shares)}
+                  x={node.x}
+                  y={node.y}
+                  isNear={isNear(node)}
+                  isShown={node === shown}
+                  isReached={node.id === reached}
+                  onOpen={onOpen}
+                  onKey={walk}
+                />
+              ))}
           </g>
         </svg>
         <p class="key">
@@ -154,17 +183,24 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
 
 /** The window is as high as the graph, within bounds. */
 function heightOf({ width, height }, size) {
-  const k = size === null ? 1 : Math.min(1.15, Math.max(FIT_AT_LEAST, (size.width - 2 * MARGIN) / width));
+  const k =
+    size === null ? 1 : Math.min(1.15, Math.max(FIT_AT_LEAST, (size.width - 2 * MARGIN) / width));
   return Math.round(Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, height * k + 96)));
 }
 
-const isInside = ({ x, y }, part) => x > part.left && x < part.right && y > part.top && y < part.bottom;
+const isInside = ({ x, y }, part) =>
+  x > part.left && x < part.right && y > part.top && y < part.bottom;
 
-/** The part of the graph in the window, with a window on each side; the old one while it is enough. */
+/** The part of the graph in the window, and a window around; the old one while it is enough. */
 function nearPart({ x, y, k }, { width, height }, old) {
   const [left, top] = [-x / k, -y / k];
   const [right, bottom] = [left + width / k, top + height / k];
-  const isEnough = old !== null && left - NODE.width > old.left && right < old.right && top - NODE.height > old.top && bottom < old.bottom;
+  const isEnough =
+    old !== null &&
+    left - NODE.width > old.left &&
+    right < old.right &&
+    top - NODE.height > old.top &&
+    bottom < old.bottom;
   if (isEnough && old.k >= k) return old;
   const [dx, dy] = [width / k, height / k];
   return { left: left - dx, right: right + dx, top: top - dy, bottom: bottom + dy, k };
@@ -191,7 +227,8 @@ export function useSize(element) {
 
 /** The node in the middle of a graph that is too wide: a failed or running one, or the last. */
 function focusOf(graph, layout) {
-  const has = (state) => layout.nodes.find((node) => node.members.some((id) => graph.calls.get(id)?.state === state));
+  const has = (state) =>
+    layout.nodes.find((node) => node.members.some((id) => graph.calls.get(id)?.state === state));
   return has("running") ?? has("failed") ?? layout.nodes[0];
 }
 
@@ -247,7 +284,11 @@ function usePointers(canvas, view, put, scale) {
         const box = element.getBoundingClientRect();
         act.current.scale(distance() / wide, (a.x + b.x) / 2 - box.x, (a.y + b.y) / 2 - box.y);
       } else if (pointers.size === 1) {
-        act.current.put({ x: view.current.x + event.clientX - last.x, y: view.current.y + event.clientY - last.y, isMoved: true });
+        act.current.put({
+          x: view.current.x + event.clientX - last.x,
+          y: view.current.y + event.clientY - last.y,
+          isMoved: true,
+        });
       }
     };
     const up = (event) => pointers.delete(event.pointerId);
@@ -255,7 +296,11 @@ function usePointers(canvas, view, put, scale) {
       if (!event.ctrlKey && !event.metaKey) return;
       event.preventDefault();
       const box = element.getBoundingClientRect();
-      act.current.scale(event.deltaY < 0 ? 1.12 : 0.89, event.clientX - box.x, event.clientY - box.y);
+      act.current.scale(
+        event.deltaY < 0 ? 1.12 : 0.89,
+        event.clientX - box.x,
+        event.clientY - box.y,
+      );
     };
     element.addEventListener("pointerdown", down);
     addEventListener("pointermove", drag);
@@ -271,7 +316,10 @@ function usePointers(canvas, view, put, scale) {
 }
 
 function shapeOf({ from, to, lanes }) {
-  const points = [...lanes.map((lane) => [lane.x, lane.y + lane.height / 2, lane.x + NODE.width]), [to.x, to.y + NODE.height / 2]];
+  const points = [
+    ...lanes.map((lane) => [lane.x, lane.y + lane.height / 2, lane.x + NODE.width]),
+    [to.x, to.y + NODE.height / 2],
+  ];
   let [x, y] = [from.x + NODE.width, from.y + NODE.height / 2];
   let d = `M${x},${y}`;
   for (const [nextX, nextY, end] of points) {
@@ -284,10 +332,13 @@ function shapeOf({ from, to, lanes }) {
 }
 
 function edgeLook({ from, to }, graph, path) {
-  const some = (node, test) => node.members.some((id) => graph.calls.has(id) && test(graph.calls.get(id), id));
+  const some = (node, test) =>
+    node.members.some((id) => graph.calls.has(id) && test(graph.calls.get(id), id));
   if (to.members.some((id) => from.members.includes(path.get(id)))) return { look: "c" };
-  if (some(from, (call) => call.state === "failed") && some(to, (call) => call.state === "failed")) return { look: "f" };
-  if (some(to, (call) => call.state === "waiting") && some(from, (call) => call.finished_s == null)) return { look: "w" };
+  if (some(from, (call) => call.state === "failed") && some(to, (call) => call.state === "failed"))
+    return { look: "f" };
+  if (some(to, (call) => call.state === "waiting") && some(from, (call) => call.finished_s == null))
+    return { look: "w" };
   return { look: "" };
 }
 
@@ -306,7 +357,9 @@ function nodeLook(node, graph, shares) {
   const calls = node.members.map((id) => graph.calls.get(id)).filter(Boolean);
   const [first] = calls;
   const state = stateOfAll(calls, graph.hasEnded);
-  const percent = Math.round(100 * node.members.reduce((sum, id) => sum + (shares.get(id) ?? 0), 0));
+  const percent = Math.round(
+    100 * node.members.reduce((sum, id) => sum + (shares.get(id) ?? 0), 0),
+  );
   const isCritical = node.members.some((id) => shares.has(id));
   return {
     name: first.func_name || first.output,
@@ -324,9 +377,15 @@ function groupDetail(calls) {
   const done = calls.filter((call) => call.state === "done").length;
   const failed = calls.filter((call) => call.state === "failed").length;
   const ends = calls.filter((call) => call.finished_s != null && call.started_s != null);
-  const took = ends.length === calls.length ? Math.max(...ends.map((call) => call.finished_s)) - Math.min(...ends.map((call) => call.started_s)) : null;
+  const took =
+    ends.length === calls.length
+      ? Math.max(...ends.map((call) => call.finished_s)) -
+        Math.min(...ends.map((call) => call.started_s))
+      : null;
   if (failed) return `${failed} failed of ${calls.length}`;
-  return done === calls.length ? `${done} done · ${seconds(took)}` : `${done} of ${calls.length} done`;
+  return done === calls.length
+    ? `${done} done · ${seconds(took)}`
+    : `${done} of ${calls.length} done`;
 }
 
 function detailOf(call, graph) {
@@ -335,15 +394,35 @@ function detailOf(call, graph) {
     const took = seconds(call.finished_s - call.started_s);
     return call.output_tokens ? `${took} · ${plural(call.output_tokens, "token")}` : took;
   }
-  if (state === "running" && call.output_tokens) return `${plural(call.output_tokens, "token")} so far`;
+  if (state === "running" && call.output_tokens)
+    return `${plural(call.output_tokens, "token")} so far`;
   if (state === "waiting" && call.activated_s != null) {
-    const open = call.inputs.map((variable) => graph.producerOf.get(variable)).find((parent) => parent && graph.calls.get(parent).finished_s == null);
+    const open = call.inputs
+      .map((variable) => graph.producerOf.get(variable))
+      .find((parent) => parent && graph.calls.get(parent).finished_s == null);
     return open ? `waits for ${graph.calls.get(open).func_name}` : "waits";
   }
   return word;
 }
 
-const Node = memo(function Node({ node, x, y, name, number, detail, state, word, percent, isCritical, isNative, isNear, isShown, isReached, onOpen, onKey }) {
+const Node = memo(function Node({
+  node,
+  x,
+  y,
+  name,
+  number,
+  detail,
+  state,
+  word,
+  percent,
+  isCritical,
+  isNative,
+  isNear,
+  isShown,
+  isReached,
+  onOpen,
+  onKey,
+}) {
   const { width, height } = NODE;
   const isGroup = number !== "";
   const open = () => onOpen(node);

@@ -24,8 +24,23 @@ export function Glyph({ state, ...place }) {
   }
   return (
     <svg class="glyph g-running" viewBox="0 0 16 16" aria-hidden="true" {...place}>
-      <circle cx="8" cy="8" r="6.2" fill="none" stroke="currentColor" stroke-opacity="0.3" stroke-width="1.8" />
-      <path class="arc" d="M8 1.8a6.2 6.2 0 0 1 6.2 6.2" fill="none" stroke="currentColor" stroke-width="2" stroke-linecap="round" />
+      <circle
+        cx="8"
+        cy="8"
+        r="6.2"
+        fill="none"
+        stroke="currentColor"
+        stroke-opacity="0.3"
+        stroke-width="1.8"
+      />
+      <path
+        class="arc"
+        d="M8 1.8a6.2 6.2 0 0 1 6.2 6.2"
+        fill="none"
+        stroke="currentColor"
+        stroke-width="2"
+        stroke-linecap="round"
+      />
       <circle cx="8" cy="8" r="2.2" fill="currentColor" />
     </svg>
   );

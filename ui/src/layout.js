@@ -1,4 +1,4 @@
-// Places for the nodes of a graph: layers from left to right, with lanes for edges that skip layers.
+// Places for the nodes of a graph: layers from left to right. Edges that skip layers have lanes.
 
 export const NODE = { width: 172, height: 54, gapX: 42, gapY: 22 };
 const LANE = 12; // The height of a lane.
@@ -7,7 +7,8 @@ const SWEEPS = 6;
 
 /**
  * @param {{id: string, members: string[], parents: Set<object>}[]} nodes each gets `x` and `y`
- * @returns {{nodes: object[], edges: {from: object, to: object, lanes: object[]}[], width: number, height: number}}
+ * @returns {{nodes: object[], edges: object[], width: number, height: number}} an edge has `from`,
+ *   `to` and `lanes`
  */
 export function place(nodes) {
   const depth = depths(nodes);
@@ -37,7 +38,12 @@ export function place(nodes) {
       box.y = item.top;
     }
   }
-  return { nodes, edges, width: Math.max(1, layers.length) * (NODE.width + NODE.gapX) - NODE.gapX, height };
+  return {
+    nodes,
+    edges,
+    width: Math.max(1, layers.length) * (NODE.width + NODE.gapX) - NODE.gapX,
+    height,
+  };
 }
 
 /** The longest path to each node. */
@@ -63,7 +69,10 @@ function countLanes(nodes, depth) {
   const longest = new Map();
   for (const node of nodes) {
     for (const parent of node.parents) {
-      longest.set(parent, Math.max(longest.get(parent) ?? 0, depth.get(node) - depth.get(parent) - 1));
+      longest.set(
+        parent,
+        Math.max(longest.get(parent) ?? 0, depth.get(node) - depth.get(parent) - 1),
+      );
     }
   }
   return [...longest.values()].reduce((sum, length) => sum + length, 0);
@@ -103,7 +112,9 @@ function order(layers) {
     for (const layer of sweep % 2 === 0 ? layers : [...layers].reverse()) {
       for (const item of layer) {
         const near = item[side];
-        item.mean = near.length ? near.reduce((sum, other) => sum + other.at, 0) / near.length : item.at;
+        item.mean = near.length
+          ? near.reduce((sum, other) => sum + other.at, 0) / near.length
+          : item.at;
       }
       layer.sort((a, b) => a.mean - b.mean);
       number(layer);
@@ -111,7 +122,7 @@ function order(layers) {
   }
 }
 
-/** Set `top` of all items: near the middle of their neighbours, without overlaps. Returns the height. */
+/** Set `top` of all items: near their neighbours, without overlaps. Returns the height. */
 function setHeights(layers) {
   for (const layer of layers) {
     let top = 0;
@@ -123,7 +134,8 @@ function setHeights(layers) {
   }
   for (let sweep = 0; sweep < SWEEPS; sweep++) {
     const isForward = sweep % 2 === 0;
-    for (const layer of isForward ? layers : [...layers].reverse()) spread(layer, isForward ? "before" : "after");
+    for (const layer of isForward ? layers : [...layers].reverse())
+      spread(layer, isForward ? "before" : "after");
   }
   const all = layers.flat();
   const first = Math.min(...all.map((item) => item.middle - item.height / 2), Infinity);
@@ -135,7 +147,9 @@ function setHeights(layers) {
 function spread(layer, side) {
   const wanted = layer.map((item) => {
     const near = item[side];
-    return near.length ? near.reduce((sum, other) => sum + other.middle, 0) / near.length : item.middle;
+    return near.length
+      ? near.reduce((sum, other) => sum + other.middle, 0) / near.length
+      : item.middle;
   });
   let overshoot = 0;
   let least = -Infinity;

@@ -77,7 +77,15 @@ function View({ view, args, query, visitor, leave }) {
     case "":
       return <Runs query={query} />;
     case "run":
-      return <Run key={args[0]} id={args[0]} shown={args[1]} group={query.get("group")} visitor={visitor} />;
+      return (
+        <Run
+          key={args[0]}
+          id={args[0]}
+          shown={args[1]}
+          group={query.get("group")}
+          visitor={visitor}
+        />
+      );
     case "playground":
       return <Playground visitor={visitor} />;
     case "engines":
@@ -100,7 +108,12 @@ function Rail({ place, visitor, leave }) {
       </a>
       <nav aria-label="Places">
         {PLACES.map(([path, name, icon]) => (
-          <a key={path} class="place" href={`#/${path}`} aria-current={place === path ? "page" : undefined}>
+          <a
+            key={path}
+            class="place"
+            href={`#/${path}`}
+            aria-current={place === path ? "page" : undefined}
+          >
             <Icon name={icon} />
             {name}
             {path === "events" && isUnread && (
@@ -115,7 +128,11 @@ function Rail({ place, visitor, leave }) {
       <button
         class="place who"
         type="button"
-        title={visitor.tenant === null ? "Signed in as operator" : `Signed in as tenant ${visitor.tenant}`}
+        title={
+          visitor.tenant === null
+            ? "Signed in as operator"
+            : `Signed in as tenant ${visitor.tenant}`
+        }
         onClick={leave}
       >
         <Icon name="out" />
@@ -125,7 +142,7 @@ function Rail({ place, visitor, leave }) {
   );
 }
 
-/** Whether a serious event is newer than the last visit to the events; asked at each change of place. */
+/** Whether a serious event is newer than the last visit to the events, at each change of place. */
 function useUnread(place) {
   const [isUnread, setUnread] = useState(false);
   useEffect(() => {
@@ -169,8 +186,8 @@ function Entry({ enter }) {
         <Bird />
         <h1>Sign in to Parrot</h1>
         <p>
-          <code>parrot page</code> on the server's machine prints an address with the page's key, which shows all
-          runs. An API key shows the runs of its tenant.
+          <code>parrot page</code> on the server's machine prints an address with the page's key,
+          which shows all runs. An API key shows the runs of its tenant.
         </p>
         <form onSubmit={submit}>
           <label for="key" class="sr">

@@ -8,11 +8,17 @@ import { Slots, Spark } from "./spark.jsx";
 const STEP_S = 10; // Seconds between two values of the series.
 
 export const engineState = (engine) =>
-  engine.is_draining ? { state: engine.num_running ? "queued" : "stopped", word: engine.num_running ? "draining" : "drained" } : { state: "done", word: "serving" };
+  engine.is_draining
+    ? {
+        state: engine.num_running ? "queued" : "stopped",
+        word: engine.num_running ? "draining" : "drained",
+      }
+    : { state: "done", word: "serving" };
 
 /** The used share of an engine's KV; of the server behind it, if there is one. */
 export const kvShare = (engine) =>
-  engine.server?.kv ?? (engine.blocks ? (engine.blocks - engine.free_blocks) / engine.blocks : null);
+  engine.server?.kv ??
+  (engine.blocks ? (engine.blocks - engine.free_blocks) / engine.blocks : null);
 
 export function EngineCards({ engines }) {
   if (!engines.length) {
@@ -43,9 +49,11 @@ function EngineCard({ engine }) {
         <span class="sr">{word}</span>
         <span class="dim cut">{engine.model}</span>
       </span>
-      {engine.tasks_capacity > 0 && <Slots used={engine.num_running} total={engine.tasks_capacity} />}
+      {engine.tasks_capacity > 0 && (
+        <Slots used={engine.num_running} total={engine.tasks_capacity} />
+      )}
       <span class="facts">
-        {engine.is_draining ? (
+        {engine.num_running == null ? null : engine.is_draining ? (
           <span>
             <b>{word}</b>
             {engine.num_running > 0 && `, ${plural(engine.num_running, "call")} left`}
@@ -84,12 +92,15 @@ const STEPS = 60;
 export function useSeries() {
   const feed = useFeed("series");
   return useMemo(() => {
-    const steps = rowsOf(feed.rows, "step").sort((a, b) => a.at - b.at).slice(-STEPS);
+    const steps = rowsOf(feed.rows, "step")
+      .sort((a, b) => a.at - b.at)
+      .slice(-STEPS);
     return steps.length ? [...Array(STEPS - steps.length).fill(null), ...steps] : [];
   }, [feed.rows]);
 }
 
-export const courseOf = (series, read) => (series.length ? series.map((step) => (step === null ? null : read(step) ?? null)) : undefined);
+export const courseOf = (series, read) =>
+  series.length ? series.map((step) => (step === null ? null : (read(step) ?? null))) : undefined;
 
 const number = (value) => (value == null ? "–" : count(Math.round(value)));
 const percent = (value) => (value == null ? "–" : share(value, 1));
@@ -106,24 +117,61 @@ export function Tiles({ rows, engines, service }) {
   const course = (field) => courseOf(series, (step) => step[field]);
   const last = series.at(-1);
   return (
-    <section class="card tiles" aria-label="The service now" tabindex={innerWidth < 720 ? 0 : undefined}>
+    <section
+      class="card tiles"
+      aria-label="The service now"
+      tabindex={innerWidth < 720 ? 0 : undefined}
+    >
       {last ? (
-        <Tile title="Tokens/s" value={number(last.tokens_s)} unit="generated" values={course("tokens_s")} write={number} />
+        <Tile
+          title="Tokens/s"
+          value={number(last.tokens_s)}
+          unit="generated"
+          values={course("tokens_s")}
+          write={number}
+        />
       ) : (
         <Tile title="Output" value={count(sum("output_tokens"))} unit="tokens" />
       )}
       {engines.some((engine) => engine.num_running != null) && (
-        <Tile title="Running, queued" value={count(running)} unit={`+ ${service.queued ?? 0}`} values={course("running")} second={course("queued")} write={number} />
+        <Tile
+          title="Running, queued"
+          value={count(running)}
+          unit={`+ ${service.queued ?? 0}`}
+          values={course("running")}
+          second={course("queued")}
+          write={number}
+        />
       )}
       <Tile
         title="From cache"
-        value={last?.cached == null ? share(sum("cached_tokens"), sum("prompt_tokens")) || "–" : percent(last.cached)}
+        value={
+          last?.cached == null
+            ? share(sum("cached_tokens"), sum("prompt_tokens")) || "–"
+            : percent(last.cached)
+        }
         unit="of prompts"
         values={course("cached")}
         write={percent}
       />
-      {kv !== null && <Tile title="KV in use" value={percent(kv)} unit={`of ${plural(engines.length, "engine")}`} values={course("kv")} write={percent} />}
-      {last && <Tile title="First token" value={duration(last.first_token_s)} unit="median" values={course("first_token_s")} write={duration} />}
+      {kv !== null && (
+        <Tile
+          title="KV in use"
+          value={percent(kv)}
+          unit={`of ${plural(engines.length, "engine")}`}
+          values={course("kv")}
+          write={percent}
+        />
+      )}
+      {last && (
+        <Tile
+          title="First token"
+          value={duration(last.first_token_s)}
+          unit="median"
+          values={course("first_token_s")}
+          write={duration}
+        />
+      )}
     </section>
   );
 }
@@ -138,7 +186,9 @@ function Tile({ title, value, unit, values, second, write }) {
         {isPast ? write(values[at]) : value}
         <small>{isPast ? `${(values.length - 1 - at) * STEP_S} s ago` : unit}</small>
       </div>
-      {values && <Spark values={values} second={second} label={title} write={write} onPoint={setAt} />}
+      {values && (
+        <Spark values={values} second={second} label={title} write={write} onPoint={setAt} />
+      )}
     </div>
   );
 }

@@ -39,8 +39,8 @@ function Lost({ feed }) {
     <p class="notice bad" role="alert">
       <Glyph state="failed" />
       <span>
-        <b>No answer from {location.host}</b> since {clock(feed.lostAt)}. You see the data of that time.{" "}
-        <span aria-live="off">Trying again in {left} s.</span>
+        <b>No answer from {location.host}</b> since {clock(feed.lostAt)}. You see the data of that
+        time. <span aria-live="off">Trying again in {left} s.</span>
       </span>
       <button class="btn small" type="button" onClick={feed.retry}>
         Try now
@@ -105,9 +105,10 @@ export function Toast() {
 }
 
 export const copy = (text, what) =>
-  navigator.clipboard
-    .writeText(text)
-    .then(() => say(`Copied ${what}`), () => say("The browser does not allow copying."));
+  navigator.clipboard.writeText(text).then(
+    () => say(`Copied ${what}`),
+    () => say("The browser does not allow copying."),
+  );
 
 /** A button that copies; with `children` they are its label, else it is an icon. */
 export function CopyButton({ text, what, children }) {
@@ -118,7 +119,13 @@ export function CopyButton({ text, what, children }) {
       {children}
     </button>
   ) : (
-    <button class="btn ghost icon" type="button" aria-label={`Copy ${what}`} title={`Copy ${what}`} onClick={act}>
+    <button
+      class="btn ghost icon"
+      type="button"
+      aria-label={`Copy ${what}`}
+      title={`Copy ${what}`}
+      onClick={act}
+    >
       <Icon name="copy" />
     </button>
   );

@@ -10,7 +10,12 @@ import { Results } from "./results.jsx";
 import { useTitle } from "./route.js";
 
 const [FIRST] = Object.keys(EXAMPLES);
-const draftOf = (example) => ({ calls: EXAMPLES[example].calls, values: EXAMPLES[example].values, settings: SETTINGS, example });
+const draftOf = (example) => ({
+  calls: EXAMPLES[example].calls,
+  values: EXAMPLES[example].values,
+  settings: SETTINGS,
+  example,
+});
 
 export function Playground() {
   useTitle("Playground");
@@ -35,8 +40,15 @@ export function Playground() {
     setError(null);
     try {
       const session = await post("sessions");
-      const answer = await postTo("../v1/semantic_graph", { ...session, ...graphRequest(program, values) });
-      setRun({ session, variables: answer.variables, outputs: program.calls.map((call) => call.name) });
+      const answer = await postTo("../v1/semantic_graph", {
+        ...session,
+        ...graphRequest(program, values),
+      });
+      setRun({
+        session,
+        variables: answer.variables,
+        outputs: program.calls.map((call) => call.name),
+      });
       results.current?.scrollIntoView({ behavior: "smooth", block: "nearest" });
     } catch (failure) {
       setError(failure.message);
@@ -46,18 +58,24 @@ export function Playground() {
   const latest = useRef(start);
   latest.current = start;
   useEffect(() => {
-    const press = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && latest.current();
+    const press = (event) =>
+      event.key === "Enter" && (event.ctrlKey || event.metaKey) && latest.current();
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
   }, []);
-  const setCall = (i, fields) => change({ calls: calls.map((call, j) => (i === j ? { ...call, ...fields } : call)) });
+  const setCall = (i, fields) =>
+    change({ calls: calls.map((call, j) => (i === j ? { ...call, ...fields } : call)) });
   return (
     <div class="screen">
       <div class="head">
         <h1>Playground</h1>
         <label>
           <span class="sr">Example</span>
-          <select class="field" value={draft.example ?? ""} onChange={(event) => event.target.value && change(draftOf(event.target.value))}>
+          <select
+            class="field"
+            value={draft.example ?? ""}
+            onChange={(event) => event.target.value && change(draftOf(event.target.value))}
+          >
             {!draft.example && <option value="">{draft.title ?? "Your own program"}</option>}
             {Object.keys(EXAMPLES).map((name) => (
               <option key={name} value={name}>
@@ -67,8 +85,17 @@ export function Playground() {
           </select>
         </label>
       </div>
-      <Settings settings={settings} models={models} change={(fields) => change({ settings: { ...settings, ...fields } })}>
-        <button class="btn main" type="button" disabled={Boolean(wrong) || isStarting} onClick={start}>
+      <Settings
+        settings={settings}
+        models={models}
+        change={(fields) => change({ settings: { ...settings, ...fields } })}
+      >
+        <button
+          class="btn main"
+          type="button"
+          disabled={Boolean(wrong) || isStarting}
+          onClick={start}
+        >
           <Icon name="play" />
           Run <kbd class="only-wide">Ctrl ↵</kbd>
         </button>
@@ -88,7 +115,13 @@ export function Playground() {
                   <b>
                     <span class="ph">{name}</span>
                   </b>
-                  <textarea rows="1" value={values[name] ?? ""} onInput={(event) => change({ values: { ...values, [name]: event.target.value } })} />
+                  <textarea
+                    rows="1"
+                    value={values[name] ?? ""}
+                    onInput={(event) =>
+                      change({ values: { ...values, [name]: event.target.value } })
+                    }
+                  />
                 </label>
               ))}
             </section>
@@ -101,10 +134,23 @@ export function Playground() {
               takes={program.calls.find((other) => other.name === call.name)?.takes ?? []}
               isChat={settings.chat}
               change={(fields) => setCall(i, fields)}
-              remove={calls.length > 1 ? () => change({ calls: calls.filter((_, j) => j !== i), example: undefined }) : null}
+              remove={
+                calls.length > 1
+                  ? () => change({ calls: calls.filter((_, j) => j !== i), example: undefined })
+                  : null
+              }
             />
           ))}
-          <button class="btn small" type="button" onClick={() => change({ calls: [...calls, { name: freeName(calls), system: "", prompt: "" }], example: undefined })}>
+          <button
+            class="btn small"
+            type="button"
+            onClick={() =>
+              change({
+                calls: [...calls, { name: freeName(calls), system: "", prompt: "" }],
+                example: undefined,
+              })
+            }
+          >
             Add a call
           </button>
           <p class="faint note">
@@ -112,7 +158,11 @@ export function Playground() {
           </p>
         </div>
         <div ref={results}>
-          <Results key={run?.session.session_id} run={run} outputs={program.calls.map((call) => call.name)} />
+          <Results
+            key={run?.session.session_id}
+            run={run}
+            outputs={program.calls.map((call) => call.name)}
+          />
           {!wrong && <Code program={program} values={values} models={models} />}
         </div>
       </div>
@@ -126,7 +176,14 @@ function useModels() {
   useEffect(() => {
     let isOver = false;
     readOnce("overview").then(
-      (rows) => isOver || setModels([...new Set([...(rows.get("service")?.models ?? []), ...rowsOf(rows, "engine").map((engine) => engine.model)])]),
+      (rows) =>
+        isOver ||
+        setModels([
+          ...new Set([
+            ...(rows.get("service")?.models ?? []),
+            ...rowsOf(rows, "engine").map((engine) => engine.model),
+          ]),
+        ]),
       () => {},
     );
     return () => {
@@ -144,12 +201,19 @@ function freeName(calls) {
 }
 
 function Settings({ settings, models, change, children }) {
-  const number = (name, fallback) => (event) => change({ [name]: Number.isNaN(event.target.valueAsNumber) ? fallback : event.target.valueAsNumber });
+  const number = (name, fallback) => (event) =>
+    change({
+      [name]: Number.isNaN(event.target.valueAsNumber) ? fallback : event.target.valueAsNumber,
+    });
   return (
     <form class="card set" aria-label="Settings" onSubmit={(event) => event.preventDefault()}>
       <label class="wide">
         Model
-        <select class="field" value={settings.model} onChange={(event) => change({ model: event.target.value })}>
+        <select
+          class="field"
+          value={settings.model}
+          onChange={(event) => change({ model: event.target.value })}
+        >
           <option value="">{models.length === 1 ? `Any (${models[0]})` : "Any model"}</option>
           {models.map((name) => (
             <option key={name}>{name}</option>
@@ -159,11 +223,24 @@ function Settings({ settings, models, change, children }) {
       </label>
       <label>
         Temperature
-        <input class="field num" type="number" step="0.1" min="0" value={settings.temperature} onInput={number("temperature", 0)} />
+        <input
+          class="field num"
+          type="number"
+          step="0.1"
+          min="0"
+          value={settings.temperature}
+          onInput={number("temperature", 0)}
+        />
       </label>
       <label>
         Max tokens
-        <input class="field num" type="number" min="1" value={settings.maxTokens} onInput={number("maxTokens", 64)} />
+        <input
+          class="field num"
+          type="number"
+          min="1"
+          value={settings.maxTokens}
+          onInput={number("maxTokens", 64)}
+        />
       </label>
       <label>
         Seed
@@ -172,11 +249,19 @@ function Settings({ settings, models, change, children }) {
           inputmode="numeric"
           placeholder="any"
           value={settings.seed}
-          onInput={(event) => change({ seed: event.target.value.replaceAll(/\D/g, "").slice(0, 18) })}
+          onInput={(event) =>
+            change({ seed: event.target.value.replaceAll(/\D/g, "").slice(0, 18) })
+          }
         />
       </label>
       <label class="switch">
-        <input type="checkbox" role="switch" checked={settings.chat} onChange={(event) => change({ chat: event.target.checked })} /> Chat
+        <input
+          type="checkbox"
+          role="switch"
+          checked={settings.chat}
+          onChange={(event) => change({ chat: event.target.checked })}
+        />{" "}
+        Chat
       </label>
       <span class="end">{children}</span>
     </form>
@@ -206,12 +291,23 @@ function CallEditor({ number, call, takes, isChat, change, remove }) {
       {isChat && (
         <label class="msg">
           <b>system</b>
-          <textarea rows="1" aria-label={`System message of call ${number}`} placeholder="none" value={call.system} onInput={(event) => change({ system: event.target.value })} />
+          <textarea
+            rows="1"
+            aria-label={`System message of call ${number}`}
+            placeholder="none"
+            value={call.system}
+            onInput={(event) => change({ system: event.target.value })}
+          />
         </label>
       )}
       <label class="msg">
         <b>{isChat ? "user" : "prompt"}</b>
-        <textarea rows="2" aria-label={`Prompt of call ${number}`} value={call.prompt} onInput={(event) => change({ prompt: event.target.value })} />
+        <textarea
+          rows="2"
+          aria-label={`Prompt of call ${number}`}
+          value={call.prompt}
+          onInput={(event) => change({ prompt: event.target.value })}
+        />
       </label>
       <footer>
         {takes.length > 0 && "reads "}

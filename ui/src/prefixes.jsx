@@ -11,14 +11,17 @@ export function Prefixes({ contexts, engines }) {
   const [chosen, setChosen] = useState(null);
   const [toggled, setToggled] = useState(() => new Set());
   const names = engines.map((engine) => engine.engine_name);
-  const name = chosen ?? names.find((one) => contexts.some((context) => context.engine === one)) ?? names[0];
+  const name =
+    chosen ?? names.find((one) => contexts.some((context) => context.engine === one)) ?? names[0];
   const own = contexts.filter((context) => context.engine === name);
   const children = Map.groupBy(own, (context) => context.parent);
   const sizes = new Map();
   for (const context of own) sizeOf(context, children, sizes);
   const rows = [];
   const add = (parent, depth) => {
-    const list = [...(children.get(parent) ?? [])].sort((a, b) => sizes.get(b.id) - sizes.get(a.id));
+    const list = [...(children.get(parent) ?? [])].sort(
+      (a, b) => sizes.get(b.id) - sizes.get(a.id),
+    );
     for (const context of list) {
       const isOpen = depth < OPEN_DEPTH !== toggled.has(context.id);
       rows.push({ context, depth, isOpen, hasMore: children.has(context.id) });
@@ -26,13 +29,27 @@ export function Prefixes({ contexts, engines }) {
     }
   };
   add(null, 0);
-  const toggle = (id) => setToggled(toggled.has(id) ? new Set([...toggled].filter((other) => other !== id)) : new Set([...toggled, id]));
+  const toggle = (id) =>
+    setToggled(
+      toggled.has(id)
+        ? new Set([...toggled].filter((other) => other !== id))
+        : new Set([...toggled, id]),
+    );
   return (
     <section class="card box">
       <header>
         <h2>Prefixes in KV</h2>
-        {names.length > 1 && <Segments label="Engine" options={names.map((id) => ({ id, name: id }))} chosen={name} onChoose={setChosen} />}
-        <span class="end">{count(own.reduce((sum, context) => sum + context.own_tokens, 0))} tokens</span>
+        {names.length > 1 && (
+          <Segments
+            label="Engine"
+            options={names.map((id) => ({ id, name: id }))}
+            chosen={name}
+            onChoose={setChosen}
+          />
+        )}
+        <span class="end">
+          {count(own.reduce((sum, context) => sum + context.own_tokens, 0))} tokens
+        </span>
       </header>
       {!rows.length && <p class="hint">The engine holds no prefix.</p>}
       {rows.length > 0 && (
@@ -48,7 +65,9 @@ export function Prefixes({ contexts, engines }) {
           ))}
         </ul>
       )}
-      {rows.length > MAX_ROWS && <p class="hint">{plural(rows.length - MAX_ROWS, "smaller prefix")} not listed.</p>}
+      {rows.length > MAX_ROWS && (
+        <p class="hint">{plural(rows.length - MAX_ROWS, "smaller prefix")} not listed.</p>
+      )}
     </section>
   );
 }
@@ -56,20 +75,36 @@ export function Prefixes({ contexts, engines }) {
 /** Tokens of a prefix and of all that continue it. */
 function sizeOf(context, children, sizes) {
   if (sizes.has(context.id)) return sizes.get(context.id);
-  const below = (children.get(context.id) ?? []).reduce((sum, child) => sum + sizeOf(child, children, sizes), 0);
+  const below = (children.get(context.id) ?? []).reduce(
+    (sum, child) => sum + sizeOf(child, children, sizes),
+    0,
+  );
   sizes.set(context.id, context.own_tokens + below);
   return sizes.get(context.id);
 }
 
 function Prefix({ context, depth, isOpen, hasMore, toggle }) {
   const words = context.head;
-  const owner = context.owner === "" ? "another tenant's words" : context.is_shared ? `shared prefix of ${context.owner}` : "of a run";
-  const length = Math.min(100, Math.max(1.5, Math.log10(Math.max(1, context.own_tokens)) * 22 - 18));
+  const owner =
+    context.owner === ""
+      ? "another tenant's words"
+      : context.is_shared
+        ? `shared prefix of ${context.owner}`
+        : "of a run";
+  const length = Math.min(
+    100,
+    Math.max(1.5, Math.log10(Math.max(1, context.own_tokens)) * 22 - 18),
+  );
   return (
     <li>
       <span class={`words d${Math.min(depth, 3)}`}>
         {hasMore ? (
-          <button type="button" aria-expanded={isOpen} aria-label="Continuations" onClick={() => toggle(context.id)}>
+          <button
+            type="button"
+            aria-expanded={isOpen}
+            aria-label="Continuations"
+            onClick={() => toggle(context.id)}
+          >
             <Icon name={isOpen ? "down" : "right"} />
           </button>
         ) : (

@@ -2,10 +2,16 @@
 
 const PLACEHOLDER = /\{\{([a-zA-Z_][a-zA-Z0-9_]*)\}\}/g;
 const NAME = /^[a-zA-Z_][a-zA-Z0-9_]*$/;
-const RESERVED = new Set("False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(" "));
+const RESERVED = new Set(
+  "False None True and as assert async await break class continue def del elif else except finally for from global if import in is lambda nonlocal not or pass raise return try while with yield".split(
+    " ",
+  ),
+);
 
 /** The names in a template, in order and once each. */
-export const placeholders = (template) => [...new Set([...template.matchAll(PLACEHOLDER)].map(([, name]) => name))];
+export const placeholders = (template) => [
+  ...new Set([...template.matchAll(PLACEHOLDER)].map(([, name]) => name)),
+];
 
 /**
  * What each call takes and makes. A prompt without its output's place has it at the end. A name that
@@ -16,7 +22,9 @@ export function readProgram(calls, settings) {
   const read = calls.map((call) => {
     const names = placeholders(call.prompt);
     const end = settings.chat ? " " : ""; // A model continues plain text where it ends.
-    const template = names.includes(call.name) ? call.prompt : `${call.prompt}${end}{{${call.name}}}`;
+    const template = names.includes(call.name)
+      ? call.prompt
+      : `${call.prompt}${end}{{${call.name}}}`;
     return { ...call, template, takes: names.filter((name) => name !== call.name) };
   });
   const inputs = [...new Set(read.flatMap((call) => call.takes))].filter((name) => !made.has(name));
@@ -29,7 +37,9 @@ function inOrder(calls) {
   const ordered = [];
   let left = calls;
   while (left.length) {
-    const ready = left.filter((call) => call.takes.every((name) => done.has(name) || !calls.some((other) => other.name === name)));
+    const ready = left.filter((call) =>
+      call.takes.every((name) => done.has(name) || !calls.some((other) => other.name === name)),
+    );
     if (!ready.length) return [...ordered, ...left];
     for (const call of ready) done.add(call.name);
     ordered.push(...ready);
@@ -42,7 +52,8 @@ function inOrder(calls) {
 export function problem({ calls, inputs }) {
   const names = calls.map((call) => call.name);
   for (const [i, name] of names.entries()) {
-    if (!NAME.test(name) || RESERVED.has(name)) return `The name “${name}” is not possible: use letters, digits and _, and begin with a letter.`;
+    if (!NAME.test(name) || RESERVED.has(name))
+      return `The name “${name}” is not possible: use letters, digits and _, and begin with a letter.`;
     if (names.indexOf(name) !== i) return `Two calls are named ${name}.`;
   }
   const wrong = inputs.find((name) => RESERVED.has(name));
@@ -76,35 +87,70 @@ export function graphRequest({ calls, inputs, settings }, values) {
       ...(settings.chat && call.system && { system: call.system }),
       ...(settings.model && { models: [settings.model] }),
       parameters: [...new Set([...call.takes, call.name])].map((name) =>
-        name === call.name ? { name, is_output: true, var: name, sampling_config: samplingOf(call, settings) } : { name, var: name },
+        name === call.name
+          ? { name, is_output: true, var: name, sampling_config: samplingOf(call, settings) }
+          : { name, var: name },
       ),
     })),
   };
 }
 
 const text = (value) => JSON.stringify(value ?? "");
-const python = (value) => (value === null ? "None" : value === true ? "True" : value === false ? "False" : Array.isArray(value) ? `[${value.map(python).join(", ")}]` : typeof value === "object" ? `{${Object.entries(value).map(([k, v]) => `${text(k)}: ${python(v)}`).join(", ")}}` : JSON.stringify(value));
+const python = (value) =>
+  value === null
+    ? "None"
+    : value === true
+      ? "True"
+      : value === false
+        ? "False"
+        : Array.isArray(value)
+          ? `[${value.map(python).join(", ")}]`
+          : typeof value === "object"
+            ? `{${Object.entries(value)
+                .map(([k, v]) => `${text(k)}: ${python(v)}`)
+                .join(", ")}}`
+            : JSON.stringify(value);
 const docstring = (template) => template.replaceAll("\\", "\\\\").replaceAll('"""', '\\"\\"\\"');
 
 /** The same as a PFunc program. */
 export function asPFunc({ calls, inputs, settings }, values, url) {
-  const configs = calls.map((call) => Object.entries(samplingOf(call, settings)).map(([name, value]) => `${name}=${python(value)}`).join(", "));
+  const configs = calls.map((call) =>
+    Object.entries(samplingOf(call, settings))
+      .map(([name, value]) => `${name}=${python(value)}`)
+      .join(", "),
+  );
   const isShared = new Set(configs).size === 1;
   const functions = calls.map((call, i) => {
     const config = isShared ? "sampling" : `P.SamplingConfig(${configs[i]})`;
-    const parameters = [...call.takes.map((name) => `${name}: P.Input`), `${call.name}: P.Output(${config})`];
-    const chat = call.system ? `P.chat_template.with_system(${text(call.system)})` : "P.chat_template";
-    const options = [...(call.template.includes("\n") ? ["formatter=P.allowing_newline"] : []), ...(settings.chat ? [`conversation_template=${chat}`] : []), ...(settings.model ? [`models=[${text(settings.model)}]`] : [])];
+    const parameters = [
+      ...call.takes.map((name) => `${name}: P.Input`),
+      `${call.name}: P.Output(${config})`,
+    ];
+    const chat = call.system
+      ? `P.chat_template.with_system(${text(call.system)})`
+      : "P.chat_template";
+    const options = [
+      ...(call.template.includes("\n") ? ["formatter=P.allowing_newline"] : []),
+      ...(settings.chat ? [`conversation_template=${chat}`] : []),
+      ...(settings.model ? [`models=[${text(settings.model)}]`] : []),
+    ];
     const line = options.join(", ");
     const given = line.length > 60 ? `\n    ${options.join(",\n    ")},\n` : line;
     return `@P.semantic_function(${given})\ndef make_${call.name}(${parameters.join(", ")}):\n    """${docstring(call.template)}"""`;
   });
   const given = inputs.map((name) => `    ${name} = ${text(values[name])}`);
-  const made = calls.map((call) => `    ${call.name} = make_${call.name}(${call.takes.map((name) => `${name}=${name}`).join(", ")})`);
+  const made = calls.map(
+    (call) =>
+      `    ${call.name} = make_${call.name}(${call.takes.map((name) => `${name}=${name}`).join(", ")})`,
+  );
   const read = new Set(calls.flatMap((call) => call.takes));
-  const last = calls.filter((call) => !read.has(call.name)).map((call) => `    print(${call.name}.get())`);
+  const last = calls
+    .filter((call) => !read.has(call.name))
+    .map((call) => `    print(${call.name}.get())`);
   return [
-    isShared ? `from parrot import P\n\nsampling = P.SamplingConfig(${configs[0]})` : "from parrot import P",
+    isShared
+      ? `from parrot import P\n\nsampling = P.SamplingConfig(${configs[0]})`
+      : "from parrot import P",
     ...functions,
     ["def main():", ...given, ...made, ...last].join("\n"),
     `P.VirtualMachine(${text(url)}).run(main)\n`,
@@ -140,12 +186,21 @@ export function asOpenAI({ calls, inputs, settings }, values, url, models) {
     const given = call.template.replace(`{{${call.name}}}`, "");
     const prompt = filled(settings.chat ? given.trimEnd() : given);
     if (!settings.chat) return `${call.name} = ask(${prompt})`;
-    const messages = [...(call.system ? [`{"role": "system", "content": ${text(call.system)}}`] : []), `{"role": "user", "content": ${prompt}}`];
-    return messages.length > 1 ? `${call.name} = ask(\n    ${messages.join(",\n    ")},\n)` : `${call.name} = ask(${messages[0]})`;
+    const messages = [
+      ...(call.system ? [`{"role": "system", "content": ${text(call.system)}}`] : []),
+      `{"role": "user", "content": ${prompt}}`,
+    ];
+    return messages.length > 1
+      ? `${call.name} = ask(\n    ${messages.join(",\n    ")},\n)`
+      : `${call.name} = ask(${messages[0]})`;
   });
   return [
     `from openai import OpenAI\n\nclient = OpenAI(base_url=${text(`${url}/v1`)}, api_key="any")`,
     ask,
-    [...inputs.map((name) => `${name} = ${text(values[name])}`), ...made, `print(${calls.at(-1).name})\n`].join("\n"),
+    [
+      ...inputs.map((name) => `${name} = ${text(values[name])}`),
+      ...made,
+      `print(${calls.at(-1).name})\n`,
+    ].join("\n"),
   ].join("\n\n\n");
 }

@@ -14,13 +14,22 @@ export function Prompt({ call, pieces, texts, seen, output, run }) {
   const [chosen, setForm] = useState("seen");
   const wasSent = call.started_s != null;
   const form = wasSent ? chosen : "template";
-  const filled = pieces.map((piece) => (piece.text === undefined ? texts.get(piece.var)?.text ?? "" : piece.text)).join("");
-  const copied = form === "template" ? pieces.map((piece) => piece.text ?? `{{${nameOf(piece, run)}}}`).join("") : seen ? seen.prompt.map((piece) => piece.text ?? "").join("") : filled;
+  const filled = pieces
+    .map((piece) => (piece.text === undefined ? (texts.get(piece.var)?.text ?? "") : piece.text))
+    .join("");
+  const copied =
+    form === "template"
+      ? pieces.map((piece) => piece.text ?? `{{${nameOf(piece, run)}}}`).join("")
+      : seen
+        ? seen.prompt.map((piece) => piece.text ?? "").join("")
+        : filled;
   return (
     <section>
       <div class="row">
         <h2>Prompt</h2>
-        {wasSent && <Segments label="Form of the prompt" options={FORMS} chosen={form} onChoose={setForm} />}
+        {wasSent && (
+          <Segments label="Form of the prompt" options={FORMS} chosen={form} onChoose={setForm} />
+        )}
         <span class="end">
           <CopyButton text={copied} what="the prompt" />
         </span>
@@ -38,12 +47,16 @@ export function Prompt({ call, pieces, texts, seen, output, run }) {
   );
 }
 
-const nameOf = (piece, { rows }) => piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "earlier output";
+const nameOf = (piece, { rows }) =>
+  piece.name ?? rows.get(`var:${piece.var}`)?.name ?? "earlier output";
 
-/** The prompt with roles and the cached part, once the call has one; null until then. No call: null. */
+/** The prompt with roles and the cached part; null until the call has one. */
 export function useSeen({ id, seesValues }, call) {
   const [seen, setSeen] = useState(null);
-  const path = call && seesValues && call.ready_s != null ? `sessions/${id}/calls/${call.request_id}/prompt?output=${encodeURIComponent(call.output_var_id)}` : null;
+  const path =
+    call && seesValues && call.ready_s != null
+      ? `sessions/${id}/calls/${call.request_id}/prompt?output=${encodeURIComponent(call.output_var_id)}`
+      : null;
   useEffect(() => {
     if (!path) return undefined;
     let isOver = false;
@@ -100,13 +113,18 @@ function Filled({ pieces, texts, call, output, run }) {
         <b>prompt</b>
         <div>
           {pieces.map((piece, i) =>
-            piece.text === undefined ? <Fill key={i} name={nameOf(piece, run)} text={texts.get(piece.var)?.text ?? "…"} /> : <span key={i}>{piece.text}</span>,
+            piece.text === undefined ? (
+              <Fill key={i} name={nameOf(piece, run)} text={texts.get(piece.var)?.text ?? "…"} />
+            ) : (
+              <span key={i}>{piece.text}</span>
+            ),
           )}
         </div>
       </div>
       {prompt > 0 && (
         <p class="cutline">
-          {count(call.cached_tokens)} of {count(prompt)} tokens were in the KV cache, {count(call.computed_tokens)} were computed.
+          {count(call.cached_tokens)} of {count(prompt)} tokens were in the KV cache,{" "}
+          {count(call.computed_tokens)} were computed.
         </p>
       )}
       <Answer output={output} />
@@ -152,14 +170,20 @@ function Seen({ seen, output }) {
             </b>
             <div>
               {turn.pieces.map((piece, j) =>
-                piece.name ? <Fill key={j} name={piece.name} text={piece.text ?? "no value yet"} /> : <span key={j}>{piece.text}</span>,
+                piece.name ? (
+                  <Fill key={j} name={piece.name} text={piece.text ?? "no value yet"} />
+                ) : (
+                  <span key={j}>{piece.text}</span>
+                ),
               )}
             </div>
           </div>
         </Fragment>
       ))}
       {isKnown && cut < 0 && <Cut seen={seen} />}
-      {seen.left_by && <p class="cutline">The prompt differs from the one before it: {seen.left_by}</p>}
+      {seen.left_by && (
+        <p class="cutline">The prompt differs from the one before it: {seen.left_by}</p>
+      )}
       <Answer output={output} />
     </>
   );

@@ -6,9 +6,11 @@ import { Pill } from "./icons.jsx";
 import { CopyButton, say } from "./parts.jsx";
 import { looks } from "./states.js";
 
-const MAX_STREAMS = 3; // Outputs that are followed at once: a browser has six connections to a server.
+// Outputs that are followed at once. A browser has six connections to a server.
+const MAX_STREAMS = 3;
 
-export const Results = ({ run, outputs }) => (run ? <Outputs run={run} /> : <Nothing outputs={outputs} />);
+export const Results = ({ run, outputs }) =>
+  run ? <Outputs run={run} /> : <Nothing outputs={outputs} />;
 
 const Nothing = ({ outputs }) => (
   <section class="card box out" aria-label="Results">
@@ -76,7 +78,9 @@ function useStream(url, onDone) {
       setState({ text, isDone: false, error: null });
     });
     source.addEventListener("done", (event) => end(JSON.parse(event.data).content, null));
-    source.addEventListener("error", (event) => end(text, event.data ? JSON.parse(event.data).error.message : "The connection broke."));
+    source.addEventListener("error", (event) =>
+      end(text, event.data ? JSON.parse(event.data).error.message : "The connection broke."),
+    );
     return () => source.close();
   }, [url]);
   return state;
@@ -84,7 +88,13 @@ function useStream(url, onDone) {
 
 function Output({ name, call, url, onDone }) {
   const { text, isDone, error } = useStream(url, onDone);
-  const { state, word } = error ? { state: "failed", word: "failed" } : isDone ? { state: "done", word: "finished" } : call ? looks(call) : { state: "waiting", word: "waiting" };
+  const { state, word } = error
+    ? { state: "failed", word: "failed" }
+    : isDone
+      ? { state: "done", word: "finished" }
+      : call
+        ? looks(call)
+        : { state: "waiting", word: "waiting" };
   return (
     <section class="card box out" aria-label={name}>
       <header>
@@ -92,7 +102,13 @@ function Output({ name, call, url, onDone }) {
         <Pill state={state} word={word} />
         <span class="end">{text && <CopyButton text={text} what={name} />}</span>
       </header>
-      <pre class="value" aria-busy={!isDone} role="region" tabindex="0" aria-label={`Value of ${name}`}>
+      <pre
+        class="value"
+        aria-busy={!isDone}
+        role="region"
+        tabindex="0"
+        aria-label={`Value of ${name}`}
+      >
         {text}
         {!isDone && text && <span class="caret" />}
       </pre>
@@ -106,11 +122,16 @@ function Output({ name, call, url, onDone }) {
 
 function Facts({ call }) {
   const prompt = call.cached_tokens + call.computed_tokens;
-  const speed = !call.reused && call.decode_s > 0 && call.output_tokens > 1 ? call.output_tokens / call.decode_s : null;
+  const speed =
+    !call.reused && call.decode_s > 0 && call.output_tokens > 1
+      ? call.output_tokens / call.decode_s
+      : null;
   const facts = [
     call.output_tokens > 0 && `${count(call.output_tokens)} tokens`,
     prompt > 0 && `${count(prompt)} prompt tokens, ${share(call.cached_tokens, prompt)} from cache`,
-    call.finished_s != null && call.started_s != null && `in ${seconds(call.finished_s - call.started_s)}`,
+    call.finished_s != null &&
+      call.started_s != null &&
+      `in ${seconds(call.finished_s - call.started_s)}`,
     speed && `${Math.round(speed)} tokens/s`,
     call.finish_reason === "length" && "cut at the maximum",
   ].filter(Boolean);

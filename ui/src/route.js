@@ -39,7 +39,9 @@ export function go(path, isSame = false) {
 /** An address with the values that are not empty, in the order of `query`. */
 export function withQuery(path, query) {
   const given = Object.entries(query).filter(([, value]) => value);
-  const text = given.map(([key, value]) => (value === true ? key : `${key}=${encodeURIComponent(value)}`)).join("&");
+  const text = given
+    .map(([key, value]) => (value === true ? key : `${key}=${encodeURIComponent(value)}`))
+    .join("&");
   return text ? `${path}?${text}` : path;
 }
 

@@ -7,7 +7,7 @@ import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
 import { Glyph, Icon, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
-import { Bones, CopyButton, Notice, useNow, useSlow } from "./parts.jsx";
+import { Bones, CopyButton, Notice, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { RunActions } from "./run_actions.jsx";
 import { nameOf, stateOf } from "./run_list.js";
@@ -34,13 +34,24 @@ export function Run({ id, shown, group, visitor }) {
       </div>
     );
   }
-  return <Loaded id={id} shown={shown} group={group} visitor={visitor} feed={feed} session={withFunctions(session, feed.rows)} />;
+  return (
+    <Loaded
+      id={id}
+      shown={shown}
+      group={group}
+      visitor={visitor}
+      feed={feed}
+      session={withFunctions(session, feed.rows)}
+    />
+  );
 }
 
 /** The run's row, with the names of its first functions if it has none. */
 function withFunctions(session, rows) {
   if (session.functions) return session;
-  const names = [...rows].filter(([key]) => key.startsWith("call:")).map(([, call]) => call.func_name);
+  const names = [...rows]
+    .filter(([key]) => key.startsWith("call:"))
+    .map(([, call]) => call.func_name);
   return { ...session, functions: [...new Set(names)].filter(Boolean).slice(0, 3) };
 }
 
@@ -50,10 +61,16 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
   const graph = useMemo(() => readGraph(rows), [rows]);
   const outline = [...graph.calls].map(([call, row]) => `${call}:${row.inputs.join()}`).join();
   const layout = useMemo(() => layOut(graph), [outline]);
-  const isBusy = [...graph.calls.values()].some((call) => call.state === "running" || call.state === "queued");
+  const isBusy = [...graph.calls.values()].some(
+    (call) => call.state === "running" || call.state === "queued",
+  );
   const clock = useNow(isLive);
   const now = isLive ? clock - session.created_at : 0;
-  const wall = useMemo(() => wallOf(graph, rows, now, isLive && session.kind !== "API" && session.kind !== "conversation"), [graph, rows, now]);
+  const wall = useMemo(
+    () =>
+      wallOf(graph, rows, now, isLive && session.kind !== "API" && session.kind !== "conversation"),
+    [graph, rows, now],
+  );
   const shares = useMemo(() => sharesOf(wall), [wall]);
   const failure = useMemo(() => failureOf(graph, rows), [graph, rows]);
   const { target, open, close } = useTarget({ id, shown, group, graph, layout });
@@ -67,17 +84,41 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
     open(wanted);
   };
   const shownCall = target?.variable && graph.producerOf.get(target.variable);
-  const shownNode = target?.node ?? (shownCall && layout.nodes.find((node) => node.members.includes(shownCall)));
-  const run = { id, graph, rows, now, wall, isLive, isOver, wasOpened, open: openHere, seesValues: visitor.sees_values, tenant: session.tenant };
+  const shownNode =
+    target?.node ?? (shownCall && layout.nodes.find((node) => node.members.includes(shownCall)));
+  const run = {
+    id,
+    graph,
+    rows,
+    now,
+    wall,
+    isLive,
+    isOver,
+    wasOpened,
+    open: openHere,
+    seesValues: visitor.sees_values,
+    tenant: session.tenant,
+  };
+  useEnd(session);
   const hover = useMemo(() => linkedHover(layout), [layout]);
   const openNode = (node) => openHere(node.members.length > 1 ? { group: node.id } : node.id);
   return (
-    <div class={target ? "runpage with-panel" : "runpage"} style={{ "--panel": isWide ? "720px" : "464px" }} {...hover}>
+    <div
+      class={target ? "runpage with-panel" : "runpage"}
+      style={{ "--panel": isWide ? "720px" : "464px" }}
+      {...hover}
+    >
       <div class="views">
         <nav class="crumb" aria-label="Path">
           <a href="#/">Runs</a>/<span>{session.tenant}</span>
         </nav>
-        <Head session={session} graph={graph} failure={failure} isLive={feed.isLive} isBusy={isBusy} />
+        <Head
+          session={session}
+          graph={graph}
+          failure={failure}
+          isLive={feed.isLive}
+          isBusy={isBusy}
+        />
         <Notice feed={feed} />
         <Totals session={session} graph={graph} wall={wall} now={now} />
         <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} isLive={isLive} />
@@ -91,7 +132,15 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           </p>
         )}
         {graph.calls.size > 0 ? (
-          <GraphView graph={graph} layout={layout} path={wall.path} shares={shares} shown={shownNode} onOpen={openNode} isLive={isLive} />
+          <GraphView
+            graph={graph}
+            layout={layout}
+            path={wall.path}
+            shares={shares}
+            shown={shownNode}
+            onOpen={openNode}
+            isLive={isLive}
+          />
         ) : (
           <section class="card empty-run">
             <p class="hint">Nothing was called yet.</p>
@@ -99,10 +148,20 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
         )}
         <section class="card box" aria-label="Timeline, variables and calls">
           <header>
-            <Tabs chosen={tab} onChoose={setTab} variables={[...rows.keys()].filter((key) => key.startsWith("var:")).length} calls={graph.calls.size} />
+            <Tabs
+              chosen={tab}
+              onChoose={setTab}
+              variables={[...rows.keys()].filter((key) => key.startsWith("var:")).length}
+              calls={graph.calls.size}
+            />
             {tab === "timeline" && layout.nodes.length < graph.calls.size && (
               <span class="end">
-                <button class="btn ghost small" type="button" aria-pressed={!isFolded} onClick={() => setFolded(!isFolded)}>
+                <button
+                  class="btn ghost small"
+                  type="button"
+                  aria-pressed={!isFolded}
+                  onClick={() => setFolded(!isFolded)}
+                >
                   {isFolded ? "Unfold" : "Fold equal calls"}
                 </button>
               </span>
@@ -123,12 +182,24 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           {tab === "calls" && <Calls graph={graph} shares={shares} onOpen={openHere} />}
         </section>
       </div>
-      {target && <Panel target={target} run={run} isWide={isWide} setWide={setWide} close={close} />}
+      {target && (
+        <Panel target={target} run={run} isWide={isWide} setWide={setWide} close={close} />
+      )}
     </div>
   );
 }
 
-/** What the panel shows: the address names it, or else the running or failed call when the run opens. */
+/** Say once that the run has ended while it was shown. */
+function useEnd(session) {
+  const state = useRef(session.state);
+  useEffect(() => {
+    if (state.current === "active" && session.state !== "active")
+      say(`${nameOf(session)} ${session.state}`);
+    state.current = session.state;
+  }, [session.state]);
+}
+
+/** What the panel shows: what the address names, or at first the running or failed call. */
 function useTarget({ id, shown, group, graph, layout }) {
   const first = useRef(undefined);
   if (first.current === undefined && graph.calls.size) {
@@ -141,14 +212,22 @@ function useTarget({ id, shown, group, graph, layout }) {
   const open = (wanted) => {
     if (!document.activeElement?.closest(".panel")) opened.current = document.activeElement;
     first.current = null;
-    go(wanted.group ? `/run/${id}?group=${encodeURIComponent(wanted.group)}` : `/run/${id}/${encodeURIComponent(wanted)}`);
+    go(
+      wanted.group
+        ? `/run/${id}?group=${encodeURIComponent(wanted.group)}`
+        : `/run/${id}/${encodeURIComponent(wanted)}`,
+    );
   };
   const close = () => {
-    const back = node || layout.nodes.find((one) => one.members.includes(graph.producerOf.get(variable)));
+    const back =
+      node || layout.nodes.find((one) => one.members.includes(graph.producerOf.get(variable)));
     first.current = null;
     go(`/run/${id}`, true);
     setTimeout(() => {
-      const element = opened.current?.isConnected && opened.current !== document.body ? opened.current : document.querySelector(`.node[data-node="${CSS.escape(back?.id ?? "")}"]`);
+      const element =
+        opened.current?.isConnected && opened.current !== document.body
+          ? opened.current
+          : document.querySelector(`.node[data-node="${CSS.escape(back?.id ?? "")}"]`);
       element?.focus({ preventScroll: true });
       opened.current = null;
     });
@@ -157,7 +236,8 @@ function useTarget({ id, shown, group, graph, layout }) {
   latest.current = target && close;
   useEffect(() => {
     const press = (event) => {
-      if (event.key === "Escape" && latest.current && !document.querySelector("dialog[open]")) latest.current();
+      if (event.key === "Escape" && latest.current && !document.querySelector("dialog[open]"))
+        latest.current();
     };
     addEventListener("keydown", press);
     return () => removeEventListener("keydown", press);
@@ -167,7 +247,9 @@ function useTarget({ id, shown, group, graph, layout }) {
 
 function firstCall(graph) {
   const calls = [...graph.calls];
-  const found = calls.find(([, call]) => call.state === "running") ?? calls.find(([, call]) => call.state === "failed" && call.ready_s != null);
+  const found =
+    calls.find(([, call]) => call.state === "running") ??
+    calls.find(([, call]) => call.state === "failed" && call.ready_s != null);
   return found?.[0] ?? null;
 }
 
@@ -198,18 +280,32 @@ function linkedHover(layout) {
     if (!element) return;
     const { call, node = nodeOf.get(call) } = element.dataset;
     const folded = node === undefined ? "" : `[data-node="${CSS.escape(node)}"]`;
-    const same = call ? [`[data-call="${CSS.escape(call)}"]`, folded && `${folded}:not([data-call])`].filter(Boolean).join() : folded;
+    const same = call
+      ? [`[data-call="${CSS.escape(call)}"]`, folded && `${folded}:not([data-call])`]
+          .filter(Boolean)
+          .join()
+      : folded;
     for (const other of page.querySelectorAll(same)) other.classList.add("hot");
   };
-  const unmark = (event) => event.currentTarget.contains(event.relatedTarget) || clear(event.currentTarget);
+  const unmark = (event) =>
+    event.currentTarget.contains(event.relatedTarget) || clear(event.currentTarget);
   return { onMouseOver: mark, onFocusIn: mark, onMouseLeave: unmark, onFocusOut: unmark };
 }
 
 function Head({ session, graph, failure, isLive, isBusy }) {
-  const state = session.state === "active" ? (isBusy ? "running" : session.kind === "API" || session.kind === "conversation" ? stateOf({ ...session, running: 0 }) : "waiting") : stateOf(session);
+  const state =
+    session.state === "active"
+      ? isBusy
+        ? "running"
+        : session.kind === "API" || session.kind === "conversation"
+          ? stateOf({ ...session, running: 0 })
+          : "waiting"
+      : stateOf(session);
   const calls = [...graph.calls.values()];
   const notRun = failure ? failure.others.length : 0;
-  const running = calls.filter((call) => call.state === "running" || call.state === "queued").length;
+  const running = calls.filter(
+    (call) => call.state === "running" || call.state === "queued",
+  ).length;
   return (
     <div class="head">
       <h1>{nameOf(session)}</h1>
@@ -236,10 +332,20 @@ function Downloads({ session }) {
   const path = `api/sessions/${session.id}`;
   return (
     <>
-      <a class="btn small" href={`${path}/run.json`} download={`${name}.json`} title="The run with its calls, variables and texts">
+      <a
+        class="btn small"
+        href={`${path}/run.json`}
+        download={`${name}.json`}
+        title="The run with its calls, variables and texts"
+      >
         JSON
       </a>
-      <a class="btn small" href={`${path}/trace.json`} download={`${name}.perfetto.json`} title="Timeline for ui.perfetto.dev">
+      <a
+        class="btn small"
+        href={`${path}/trace.json`}
+        download={`${name}.perfetto.json`}
+        title="Timeline for ui.perfetto.dev"
+      >
         Trace
       </a>
     </>
@@ -265,7 +371,10 @@ function Totals({ session, graph, wall, now }) {
   return (
     <dl class="totals">
       {totals.map(([name, value, unit]) => (
-        <div key={name} title={name === "Time" ? `Began ${fullDate(session.created_at)}` : undefined}>
+        <div
+          key={name}
+          title={name === "Time" ? `Began ${fullDate(session.created_at)}` : undefined}
+        >
           <dt>{name}</dt>
           <dd>
             {value}
@@ -301,7 +410,8 @@ function NoSuchRun({ reason }) {
     <div class="empty">
       <h1>There is no such run</h1>
       <p>
-        {reason[0].toUpperCase() + reason.slice(1)}. Finished runs are kept for a limited time, and the address may be mistyped.
+        {reason[0].toUpperCase() + reason.slice(1)}. Finished runs are kept for a limited time, and
+        the address may be mistyped.
       </p>
       <a class="btn main" href="#/">
         All runs

@@ -1,16 +1,33 @@
 // Runs as the list shows them: names, states, groups by day, and requests of one client as one row.
 import { day } from "./format.js";
 
-const LIST_FIELDS = ["calls", "done", "failed", "cancelled", "running", "prompt_tokens", "cached_tokens", "output_tokens", "prefix_breaks", "cost"];
+const LIST_FIELDS = [
+  "calls",
+  "done",
+  "failed",
+  "cancelled",
+  "running",
+  "prompt_tokens",
+  "cached_tokens",
+  "output_tokens",
+  "prefix_breaks",
+  "cost",
+];
 
 const OWN_APP = "page"; // The application of the playground's runs.
 
 /** The application, or the first functions, or the id. */
 export const nameOf = (run) =>
-  [(run.apps ?? []).join() === OWN_APP ? "playground" : "", (run.apps ?? []).join(", "), run.app, (run.functions ?? []).join(", ")].find((name) => name) ?? `Run ${run.id}`;
+  [
+    (run.apps ?? []).join() === OWN_APP ? "playground" : "",
+    (run.apps ?? []).join(", "),
+    run.app,
+    (run.functions ?? []).join(", "),
+  ].find((name) => name) ?? `Run ${run.id}`;
 
 /** `program`, `agent` or `API`: requests of a client that knows no sessions. */
-export const kindOf = (run) => (["conversation", "api", "API"].includes(run.kind) ? "API" : run.kind ?? "program");
+export const kindOf = (run) =>
+  ["conversation", "api", "API"].includes(run.kind) ? "API" : (run.kind ?? "program");
 
 /** The class of a run's state. A live program without a running call waits for its own code. */
 export function stateOf(run) {
@@ -41,14 +58,26 @@ function wordsOf(run, state) {
 
 function entryOf(run) {
   const state = stateOf(run);
-  return { id: String(run.id), run, members: [run], state, kind: kindOf(run), name: nameOf(run), words: wordsOf(run, state), at: run.created_at };
+  return {
+    id: String(run.id),
+    run,
+    members: [run],
+    state,
+    kind: kindOf(run),
+    name: nameOf(run),
+    words: wordsOf(run, state),
+    at: run.created_at,
+  };
 }
 
 /** One entry for the API requests of one tenant and name, the newest first. */
 function folded(entries) {
   const [newest] = entries;
   const sums = Object.fromEntries(
-    LIST_FIELDS.map((field) => [field, entries.reduce((sum, { run }) => sum + (run[field] ?? 0), 0)]),
+    LIST_FIELDS.map((field) => [
+      field,
+      entries.reduce((sum, { run }) => sum + (run[field] ?? 0), 0),
+    ]),
   );
   const running = entries.find(({ state }) => state === "running");
   const failed = entries.filter(({ state }) => state === "failed");
@@ -60,7 +89,9 @@ function folded(entries) {
     run: { ...newest.run, ...sums },
     members: entries.map((entry) => entry.run),
     state,
-    words: failed.length ? `${failed.length} of ${entries.length} failed${lastError ? `; the last: ${lastError}` : ""}` : (running ?? newest).words,
+    words: failed.length
+      ? `${failed.length} of ${entries.length} failed${lastError ? `; the last: ${lastError}` : ""}`
+      : (running ?? newest).words,
     isBad: failed.length > 0,
   };
 }
@@ -88,7 +119,15 @@ export const FILTERS = {
 export function matches(entry, text) {
   const wanted = text.toLowerCase().split(/\s+/).filter(Boolean);
   if (!wanted.length) return true;
-  const texts = entry.members.flatMap((run) => [nameOf(run), run.words, run.error, run.tenant, run.id, ...(run.functions ?? []), ...run.models]);
+  const texts = entry.members.flatMap((run) => [
+    nameOf(run),
+    run.words,
+    run.error,
+    run.tenant,
+    run.id,
+    ...(run.functions ?? []),
+    ...run.models,
+  ]);
   const all = [entry.kind, ...texts].join(" ").toLowerCase();
   return wanted.every((word) => all.includes(word));
 }

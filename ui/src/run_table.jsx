@@ -12,7 +12,10 @@ const MAX_MEMBERS = 20; // Requests of an unfolded client that are listed.
 export function RunTable({ groups, sort, onSort, now, hasTenants }) {
   const [limit, setLimit] = useState(STEP);
   const [open, setOpen] = useState(() => new Set());
-  const toggle = (id) => setOpen((old) => (old.has(id) ? new Set([...old].filter((other) => other !== id)) : new Set([...old, id])));
+  const toggle = (id) =>
+    setOpen((old) =>
+      old.has(id) ? new Set([...old].filter((other) => other !== id)) : new Set([...old, id]),
+    );
   const all = groups.flatMap(([, entries]) => entries);
   const hasCosts = all.some((entry) => entry.run.cost > 0);
   const hasShapes = all.some((entry) => entry.run.shape?.length);
@@ -26,7 +29,11 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
           <thead>
             <tr>
               <Head label="Run" {...head} />
-              {hasShapes && <th scope="col" class="only-wide c-shape">Shape</th>}
+              {hasShapes && (
+                <th scope="col" class="only-wide c-shape">
+                  Shape
+                </th>
+              )}
               <Head label="Calls" id="calls" isNumber {...head} />
               <Head label="Prompt" id="prompt" isNumber name="c-tokens" {...head} />
               <Head label="Output" id="output" isNumber name="c-tokens" {...head} />
@@ -80,7 +87,11 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
 function Head({ label, id, isNumber, name = "", sort, onSort }) {
   const isSorted = id !== undefined && sort === id;
   return (
-    <th scope="col" class={isNumber ? `n ${name}` : name} aria-sort={isSorted ? "descending" : undefined}>
+    <th
+      scope="col"
+      class={isNumber ? `n ${name}` : name}
+      aria-sort={isSorted ? "descending" : undefined}
+    >
       {id === undefined ? (
         label
       ) : (
@@ -99,7 +110,17 @@ function openRow(event) {
   event.currentTarget.querySelector("a, button")?.click();
 }
 
-const Row = memo(function Row({ entry, time, hasTenants, hasCosts, hasShapes, toggle, isOpen, columns, now }) {
+const Row = memo(function Row({
+  entry,
+  time,
+  hasTenants,
+  hasCosts,
+  hasShapes,
+  toggle,
+  isOpen,
+  columns,
+  now,
+}) {
   const { run, state } = entry;
   const isFold = entry.members.length > 1;
   const isBad = state === "failed" || entry.isBad;
@@ -112,7 +133,12 @@ const Row = memo(function Row({ entry, time, hasTenants, hasCosts, hasShapes, to
             <div class="cut">
               <div class="t">
                 {isFold ? (
-                  <button class="as-link" type="button" aria-expanded={isOpen} onClick={() => toggle(entry.id)}>
+                  <button
+                    class="as-link"
+                    type="button"
+                    aria-expanded={isOpen}
+                    onClick={() => toggle(entry.id)}
+                  >
                     {entry.name}
                   </button>
                 ) : (
@@ -158,10 +184,14 @@ const Row = memo(function Row({ entry, time, hasTenants, hasCosts, hasShapes, to
         </td>
       </tr>
       {isOpen &&
-        entry.members.slice(0, MAX_MEMBERS).map((member) => <Member key={member.id} run={member} columns={columns} now={now} />)}
+        entry.members
+          .slice(0, MAX_MEMBERS)
+          .map((member) => <Member key={member.id} run={member} columns={columns} now={now} />)}
       {isOpen && entry.members.length > MAX_MEMBERS && (
         <tr class="sub">
-          <td colspan={columns}>{count(entry.members.length - MAX_MEMBERS)} older requests are not listed.</td>
+          <td colspan={columns}>
+            {count(entry.members.length - MAX_MEMBERS)} older requests are not listed.
+          </td>
         </tr>
       )}
     </>
@@ -183,7 +213,8 @@ function Member({ run, columns, now }) {
         </div>
       </td>
       <td class="n dim">
-        {count(run.prompt_tokens)} in, {count(run.output_tokens)} out{cached && `, ${cached} cached`}
+        {count(run.prompt_tokens)} in, {count(run.output_tokens)} out
+        {cached && `, ${cached} cached`}
       </td>
       <td class="n dim" title={fullDate(run.created_at)}>
         {ago(run.created_at, now)}
@@ -202,7 +233,15 @@ function Shape({ bars }) {
   return (
     <svg class="shape" viewBox="0 0 100 22" preserveAspectRatio="none" aria-hidden="true">
       {bars.map(([row, from, to, state], i) => (
-        <rect key={i} class={BAR_CLASSES[state]} x={from} y={top + row * height} width={Math.max(1, to - from)} height={height * 0.7} rx="0.8" />
+        <rect
+          key={i}
+          class={BAR_CLASSES[state]}
+          x={from}
+          y={top + row * height}
+          width={Math.max(1, to - from)}
+          height={height * 0.7}
+          rx="0.8"
+        />
       ))}
     </svg>
   );

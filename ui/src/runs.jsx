@@ -4,7 +4,17 @@ import { rowsOf, useFeed } from "./api.js";
 import { count, plural } from "./format.js";
 import { Bird, Icon } from "./icons.jsx";
 import { EngineCards, Tiles } from "./overview.jsx";
-import { Bones, CopyButton, Empty, Live, Notice, Search, Segments, useNow, useSlow } from "./parts.jsx";
+import {
+  Bones,
+  CopyButton,
+  Empty,
+  Live,
+  Notice,
+  Search,
+  Segments,
+  useNow,
+  useSlow,
+} from "./parts.jsx";
 import { go, useTitle, withQuery } from "./route.js";
 import { FILTERS, entriesOf, grouped, isNow, matches } from "./run_list.js";
 import { RunTable } from "./run_table.jsx";
@@ -35,7 +45,8 @@ export function Runs({ query }) {
       {!service && isSlow && !feed.error && <Bones />}
       {service && <Tiles rows={feed.rows} engines={engines} service={service} />}
       {service && <EngineCards engines={engines} />}
-      {service && (runs.length ? <List runs={runs} query={query} /> : <Nothing engines={engines} />)}
+      {service &&
+        (runs.length ? <List runs={runs} query={query} /> : <Nothing engines={engines} />)}
     </div>
   );
 }
@@ -44,7 +55,13 @@ export function Runs({ query }) {
 function filtersOf(query) {
   const filter = Object.keys(FILTERS).find((name) => query.has(name)) ?? "all";
   const value = (name) => query.get(name) ?? "";
-  return { filter, q: value("q"), kind: value("kind"), tenant: value("tenant"), sort: value("sort") };
+  return {
+    filter,
+    q: value("q"),
+    kind: value("kind"),
+    tenant: value("tenant"),
+    sort: value("sort"),
+  };
 }
 
 function List({ runs, query }) {
@@ -57,7 +74,10 @@ function List({ runs, query }) {
   const entries = useMemo(() => entriesOf(runs), [runs]);
   const now = useNow(entries.some(isNow));
   const found = entries.filter(
-    (entry) => (!kind || entry.kind === kind) && (!tenant || entry.run.tenant === tenant) && matches(entry, q),
+    (entry) =>
+      (!kind || entry.kind === kind) &&
+      (!tenant || entry.run.tenant === tenant) &&
+      matches(entry, q),
   );
   const shown = found.filter(FILTERS[filter]);
   const kinds = [...new Set(entries.map((entry) => entry.kind))];
@@ -67,24 +87,54 @@ function List({ runs, query }) {
       <div class="bar">
         <Segments
           label="Which runs"
-          options={Object.keys(FILTERS).map((id) => ({ id, name: FILTER_NAMES[id], number: count(found.filter(FILTERS[id]).length) }))}
+          options={Object.keys(FILTERS).map((id) => ({
+            id,
+            name: FILTER_NAMES[id],
+            number: count(found.filter(FILTERS[id]).length),
+          }))}
           chosen={filter}
           onChoose={(name) => set({ filter: name })}
         />
-        <Search label="Search runs" placeholder="Name, function, words of a prompt or error" value={q} onInput={(text) => set({ q: text })} />
+        <Search
+          label="Search runs"
+          placeholder="Name, function, words of a prompt or error"
+          value={q}
+          onInput={(text) => set({ q: text })}
+        />
         {kinds.length > 1 && (
-          <Choice label="Kind" all="All kinds" options={kinds.map((name) => [name, KINDS[name] ?? name])} value={kind} onChoose={(name) => set({ kind: name })} />
+          <Choice
+            label="Kind"
+            all="All kinds"
+            options={kinds.map((name) => [name, KINDS[name] ?? name])}
+            value={kind}
+            onChoose={(name) => set({ kind: name })}
+          />
         )}
         {tenants.length > 1 && (
-          <Choice label="Tenant" all="All tenants" options={tenants.map((name) => [name, name])} value={tenant} onChoose={(name) => set({ tenant: name })} />
+          <Choice
+            label="Tenant"
+            all="All tenants"
+            options={tenants.map((name) => [name, name])}
+            value={tenant}
+            onChoose={(name) => set({ tenant: name })}
+          />
         )}
       </div>
       {shown.length ? (
-        <RunTable groups={grouped(shown, sort, now)} sort={sort} onSort={(name) => set({ sort: name })} now={now} hasTenants={tenants.length > 1} />
+        <RunTable
+          groups={grouped(shown, sort, now)}
+          sort={sort}
+          onSort={(name) => set({ sort: name })}
+          now={now}
+          hasTenants={tenants.length > 1}
+        />
       ) : (
         <div class="card table">
           <Empty title="No run matches">
-            <p>The search looks in names, functions, tenants, prompts and errors of the runs that are kept.</p>
+            <p>
+              The search looks in names, functions, tenants, prompts and errors of the runs that are
+              kept.
+            </p>
             <button class="btn" type="button" onClick={() => go("/", true)}>
               Clear the search
             </button>
@@ -92,8 +142,8 @@ function List({ runs, query }) {
         </div>
       )}
       <p class="faint note">
-        {plural(runs.filter((run) => run.ended_at != null).length, "finished run")} kept. Older runs are deleted;
-        their tokens stay in <a href="#/tenants">Tenants</a>.
+        {plural(runs.filter((run) => run.ended_at != null).length, "finished run")} kept. Older runs
+        are deleted; their tokens stay in <a href="#/tenants">Tenants</a>.
       </p>
     </>
   );

@@ -5,10 +5,16 @@ const SERIOUS = new Set(["engine lost"]);
 const NOTICES = new Set(["call retried", "prefix left", "engine drains"]);
 
 export const severityOf = (event) =>
-  event.severity ?? (SERIOUS.has(event.kind) ? "serious" : NOTICES.has(event.kind) ? "notice" : "information");
+  event.severity ??
+  (SERIOUS.has(event.kind) ? "serious" : NOTICES.has(event.kind) ? "notice" : "information");
 
 const newestSerious = (rows) =>
-  Math.max(0, ...[...rows.values()].filter((event) => severityOf(event) === "serious").map((event) => event.at));
+  Math.max(
+    0,
+    ...[...rows.values()]
+      .filter((event) => severityOf(event) === "serious")
+      .map((event) => event.at),
+  );
 
 /** The browser may not allow the page to keep anything. */
 function seen() {

@@ -20,9 +20,15 @@ function linesOf(values, max) {
 const stroke = (lines) => lines.map((line) => `M${line.join("L")}`).join("");
 
 /** The line down to the ground and back. */
-const area = (lines) => lines.map((line) => `M${line[0].split(",")[0]},${HEIGHT}L${line.join("L")}L${line.at(-1).split(",")[0]},${HEIGHT}Z`).join("");
+const area = (lines) =>
+  lines
+    .map(
+      (line) =>
+        `M${line[0].split(",")[0]},${HEIGHT}L${line.join("L")}L${line.at(-1).split(",")[0]},${HEIGHT}Z`,
+    )
+    .join("");
 
-/** `values`: one for each step, null: unknown. `onPoint` gets the number of the one under the pointer, or null. */
+/** `values`: one for each step, null: unknown. `onPoint` gets the number under the pointer, or null. */
 export function Spark({ values, second, label, write, onPoint }) {
   const [at, setAt] = useState(null);
   const known = values.filter((value) => value != null);
@@ -62,7 +68,14 @@ export function Slots({ used, total }) {
   const on = Math.round((used / Math.max(1, total)) * drawn);
   const width = drawn * 7 - 2;
   return (
-    <svg class="slots" viewBox={`0 0 ${width} 10`} width={Math.min(width, 224)} preserveAspectRatio="none" role="img" aria-label={`${used} of ${total} slots of the batch in use`}>
+    <svg
+      class="slots"
+      viewBox={`0 0 ${width} 10`}
+      width={Math.min(width, 224)}
+      preserveAspectRatio="none"
+      role="img"
+      aria-label={`${used} of ${total} slots of the batch in use`}
+    >
       {Array.from({ length: drawn }, (_, i) => (
         <rect key={i} class={i < on ? "on" : undefined} x={i * 7} width="5" height="10" rx="1" />
       ))}
@@ -78,7 +91,11 @@ export function Parts({ kind, parts, label }) {
       {parts.map(([name, width]) => {
         const from = x;
         x += width;
-        return width > 0 && <rect key={name} class={name} x={from} width={Math.max(0.5, width - 0.4)} height="10" />;
+        return (
+          width > 0 && (
+            <rect key={name} class={name} x={from} width={Math.max(0.5, width - 0.4)} height="10" />
+          )
+        );
       })}
     </svg>
   );

@@ -1,6 +1,12 @@
 // The state of a call as the page shows it: a class that draws it, and a word.
 
-const WORDS = { waiting: "waiting", queued: "queued", done: "finished", failed: "failed", cancelled: "cancelled" };
+const WORDS = {
+  waiting: "waiting",
+  queued: "queued",
+  done: "finished",
+  failed: "failed",
+  cancelled: "cancelled",
+};
 const CLASSES = { cancelled: "stopped" };
 
 /** A running call reads its prompt until its first token. */
@@ -15,7 +21,11 @@ export function looks(call, hasEnded = false) {
   if (state === "running") {
     return { state: "running", word: phaseOf(call) };
   }
-  if (state === "idle") return hasEnded ? { state: "skipped", word: "not run" } : { state: "waiting", word: "not started" };
-  if ((state === "failed" || state === "cancelled") && call.ready_s == null) return { state: "skipped", word: "not run" };
+  if (state === "idle")
+    return hasEnded
+      ? { state: "skipped", word: "not run" }
+      : { state: "waiting", word: "not started" };
+  if ((state === "failed" || state === "cancelled") && call.ready_s == null)
+    return { state: "skipped", word: "not run" };
   return { state: CLASSES[state] ?? state, word: WORDS[state] ?? state };
 }

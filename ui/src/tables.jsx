@@ -23,7 +23,8 @@ const Table = ({ label, heads, children }) => (
   </div>
 );
 
-const openRow = (event) => !event.target.closest("button") && event.currentTarget.querySelector("button")?.click();
+const openRow = (event) =>
+  !event.target.closest("button") && event.currentTarget.querySelector("button")?.click();
 
 export function Calls({ graph, shares, onOpen }) {
   const rows = [...graph.calls].slice(-MAX_ROWS);
@@ -31,7 +32,19 @@ export function Calls({ graph, shares, onOpen }) {
   return (
     <>
       <Rest shown={rows.length} all={graph.calls.size} what="calls" />
-      <Table label="Calls" heads={[["Call"], ["Engine"], ["Ready at", true], ["Queued", true], ["Ran", true], ["Prompt", true], ["Cached", true], ["Output", true]]}>
+      <Table
+        label="Calls"
+        heads={[
+          ["Call"],
+          ["Engine"],
+          ["Ready at", true],
+          ["Queued", true],
+          ["Ran", true],
+          ["Prompt", true],
+          ["Cached", true],
+          ["Output", true],
+        ]}
+      >
         {rows.map(([id, call]) => {
           const { state, word } = looks(call, graph.hasEnded);
           const prompt = call.cached_tokens + call.computed_tokens;
@@ -61,27 +74,37 @@ export function Calls({ graph, shares, onOpen }) {
   );
 }
 
-const VARIABLE_STATES = { ready: ["done", "ready"], failed: ["failed", "failed"], empty: ["waiting", "empty"] };
+const VARIABLE_STATES = {
+  ready: ["done", "ready"],
+  failed: ["failed", "failed"],
+  empty: ["waiting", "empty"],
+};
 
 /** The state of a variable; one whose call runs is running. */
 export function variableState(row, producer, hasEnded) {
   if (row.state === "empty" && producer) return looks(producer, hasEnded);
   if (row.state === "failed" && producer) return looks(producer, hasEnded);
   const [state, word] = VARIABLE_STATES[row.state] ?? VARIABLE_STATES.empty;
-  return state === "waiting" && hasEnded ? { state: "skipped", word: "never set" } : { state, word };
+  return state === "waiting" && hasEnded
+    ? { state: "skipped", word: "never set" }
+    : { state, word };
 }
 
 export function Variables({ rows, graph, onOpen }) {
   const readers = new Map();
   for (const call of graph.calls.values()) {
-    for (const input of call.inputs) readers.set(input, [...(readers.get(input) ?? []), call.func_name || call.output]);
+    for (const input of call.inputs)
+      readers.set(input, [...(readers.get(input) ?? []), call.func_name || call.output]);
   }
   const all = [...rows].filter(([key]) => key.startsWith("var:"));
   const shown = all.slice(-MAX_ROWS);
   return (
     <>
       <Rest shown={shown.length} all={all.length} what="variables" />
-      <Table label="Variables" heads={[["Name"], ["Made by"], ["Read by"], ["Characters", true], ["Value"]]}>
+      <Table
+        label="Variables"
+        heads={[["Name"], ["Made by"], ["Read by"], ["Characters", true], ["Value"]]}
+      >
         {shown.map(([key, row]) => {
           const producer = row.producer === null ? null : graph.calls.get(row.producer);
           const { state, word } = variableState(row, producer, graph.hasEnded);
@@ -97,7 +120,9 @@ export function Variables({ rows, graph, onOpen }) {
               </td>
               <td>{producer ? producer.func_name || producer.output : "your program"}</td>
               <td class="dim">
-                <div class="cut readers">{[...new Set(readers.get(key.slice(4)) ?? [])].join(", ")}</div>
+                <div class="cut readers">
+                  {[...new Set(readers.get(key.slice(4)) ?? [])].join(", ")}
+                </div>
               </td>
               <td class="n">{row.chars > 0 && count(row.chars)}</td>
               <td class={row.errors ? "st failed" : "dim"}>

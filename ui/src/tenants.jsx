@@ -9,7 +9,8 @@ import { Parts } from "./spark.jsx";
 
 const SUMS = ["calls", "prompt", "cached", "generation", "service_s", "cost"];
 
-const sums = (rows) => Object.fromEntries(SUMS.map((key) => [key, rows.reduce((sum, row) => sum + (row[key] ?? 0), 0)]));
+const sums = (rows) =>
+  Object.fromEntries(SUMS.map((key) => [key, rows.reduce((sum, row) => sum + (row[key] ?? 0), 0)]));
 const byUse = (rows) => [...rows].sort((a, b) => b.prompt + b.generation - a.prompt - a.generation);
 
 export function Tenants({ visitor, leave }) {
@@ -17,7 +18,9 @@ export function Tenants({ visitor, leave }) {
   const feed = useFeed("usage");
   const isSlow = useSlow(!feed.isLive && !feed.rows.size);
   const rows = rowsOf(feed.rows, "usage");
-  const limits = new Map(rowsOf(feed.rows, "limit").map((row) => [row.tenant ?? row.key, row.limit_share]));
+  const limits = new Map(
+    rowsOf(feed.rows, "limit").map((row) => [row.tenant ?? row.key, row.limit_share]),
+  );
   const tenants = byUse(
     [...Map.groupBy(rows, (row) => row.tenant)].map(([tenant, functions]) => ({
       tenant,
@@ -32,14 +35,25 @@ export function Tenants({ visitor, leave }) {
         <h1>Tenants</h1>
         <Live feed={feed} />
         <span class="dim">
-          Signed in as {visitor.tenant === null ? "operator" : <>tenant <b>{visitor.tenant}</b></>}
+          Signed in as{" "}
+          {visitor.tenant === null ? (
+            "operator"
+          ) : (
+            <>
+              tenant <b>{visitor.tenant}</b>
+            </>
+          )}
         </span>
         <span class="end">
           <button class="btn small only-phone" type="button" onClick={leave}>
             Sign out
           </button>
           {tenants.length > 0 && (
-            <button class="btn small" type="button" onClick={() => save(asCsv(rows), "tenants.csv", "text/csv")}>
+            <button
+              class="btn small"
+              type="button"
+              onClick={() => save(asCsv(rows), "tenants.csv", "text/csv")}
+            >
               Save as CSV
             </button>
           )}
@@ -50,8 +64,8 @@ export function Tenants({ visitor, leave }) {
       {tenants.length > 0 && <Table tenants={tenants} />}
       {tenants.length > 0 && (
         <p class="faint note">
-          Completed calls since the server started. Engine time: the time of engines that the tokens took. Cost: from{" "}
-          <code>prices</code> in the configuration.
+          Completed calls since the server started. Engine time: the time of engines that the tokens
+          took. Cost: from <code>prices</code> in the configuration.
         </p>
       )}
       {feed.isLive && !tenants.length && (
@@ -67,12 +81,21 @@ const FIELDS = ["tenant", "function", ...SUMS];
 
 const asCsv = (rows) =>
   [FIELDS, ...rows.map((row) => FIELDS.map((field) => row[field] ?? ""))]
-    .map((line) => line.map((value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value)).join(","))
+    .map((line) =>
+      line
+        .map((value) => (/[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value))
+        .join(","),
+    )
     .join("\n");
 
 function Table({ tenants }) {
   const [open, setOpen] = useState(() => new Set(tenants.length === 1 ? [tenants[0].tenant] : []));
-  const toggle = (name) => setOpen(open.has(name) ? new Set([...open].filter((other) => other !== name)) : new Set([...open, name]));
+  const toggle = (name) =>
+    setOpen(
+      open.has(name)
+        ? new Set([...open].filter((other) => other !== name))
+        : new Set([...open, name]),
+    );
   const total = tenants.reduce((sum, tenant) => sum + tenant.service_s, 0);
   const hasCosts = tenants.some((tenant) => tenant.cost > 0);
   const hasLimits = tenants.some((tenant) => tenant.limit != null);
@@ -84,14 +107,28 @@ function Table({ tenants }) {
           <thead>
             <tr>
               <th scope="col">Tenant and function</th>
-              <th scope="col" class="n">Calls</th>
-              <th scope="col" class="n">Prompt</th>
-              <th scope="col" class="n">Cached</th>
-              <th scope="col" class="n">Output</th>
-              <th scope="col" class="n">Engine time</th>
+              <th scope="col" class="n">
+                Calls
+              </th>
+              <th scope="col" class="n">
+                Prompt
+              </th>
+              <th scope="col" class="n">
+                Cached
+              </th>
+              <th scope="col" class="n">
+                Output
+              </th>
+              <th scope="col" class="n">
+                Engine time
+              </th>
               {isShared && <th scope="col">Share</th>}
               {hasLimits && <th scope="col">Of its limit</th>}
-              {hasCosts && <th scope="col" class="n">Cost</th>}
+              {hasCosts && (
+                <th scope="col" class="n">
+                  Cost
+                </th>
+              )}
             </tr>
           </thead>
           {tenants.map(({ tenant, functions, limit, ...sum }) => {
@@ -101,7 +138,12 @@ function Table({ tenants }) {
               <tbody key={tenant}>
                 <tr>
                   <th scope="rowgroup">
-                    <button class="as-link cell" type="button" aria-expanded={isOpen} onClick={() => toggle(tenant)}>
+                    <button
+                      class="as-link cell"
+                      type="button"
+                      aria-expanded={isOpen}
+                      onClick={() => toggle(tenant)}
+                    >
                       <Icon name={isOpen ? "down" : "right"} />
                       {tenant}
                     </button>
@@ -109,7 +151,14 @@ function Table({ tenants }) {
                   <Numbers row={sum} />
                   {isShared && (
                     <td>
-                      <Parts kind="share" parts={[["fg", part], ["bg", 100 - part]]} label={`${part} % of engine time`} />
+                      <Parts
+                        kind="share"
+                        parts={[
+                          ["fg", part],
+                          ["bg", 100 - part],
+                        ]}
+                        label={`${part} % of engine time`}
+                      />
                       <span class="dim">{part} %</span>
                     </td>
                   )}
@@ -142,7 +191,14 @@ function Limit({ part }) {
   const isFull = percent >= 100;
   return (
     <>
-      <Parts kind="share" parts={[[isFull ? "over" : "fg", drawn], ["bg", 100 - drawn]]} label={`${percent} % of its limit`} />
+      <Parts
+        kind="share"
+        parts={[
+          [isFull ? "over" : "fg", drawn],
+          ["bg", 100 - drawn],
+        ]}
+        label={`${percent} % of its limit`}
+      />
       <span class={isFull ? "st queued" : "dim"}>
         {isFull && <Glyph state="queued" />}
         {isFull ? "at its limit" : `${percent} %`}

@@ -13,13 +13,15 @@ export const textOf = (rows) =>
     .join("");
 
 /**
- * The texts of several variables of a run, by id: read when they have one, and again when it has changed.
+ * The texts of several variables of a run, by id. They are read again when they have changed.
  * `wanted`: pairs of an id and the variable's row.
  */
 export function useTexts(run, wanted) {
   const [texts, setTexts] = useState(() => new Map());
   const known = useRef(new Map());
-  const versions = wanted.filter(([, row]) => row?.chars > 0).map(([id, row]) => [id, `${row.state} ${row.state === "ready" ? row.chars : ""}`]);
+  const versions = wanted
+    .filter(([, row]) => row?.chars > 0)
+    .map(([id, row]) => [id, `${row.state} ${row.state === "ready" ? row.chars : ""}`]);
   const key = versions.map((pair) => pair.join(" ")).join();
   useEffect(() => {
     let isOver = false;
@@ -32,7 +34,13 @@ export function useTexts(run, wanted) {
         if (rows) {
           known.current.set(id, version);
           const isHidden = rows.get("var").chars > 0 && !rows.has("text:0");
-          setTexts((old) => new Map(old).set(id, { text: textOf(rows), isHidden, isLeftOut: rows.get("var").is_left_out }));
+          setTexts((old) =>
+            new Map(old).set(id, {
+              text: textOf(rows),
+              isHidden,
+              isLeftOut: rows.get("var").is_left_out,
+            }),
+          );
         }
       }
     };

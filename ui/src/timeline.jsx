@@ -1,4 +1,4 @@
-// When each call ran: a lane for each engine, with names and ticks, and one for the program's own code.
+// When each call ran: a lane for each engine, and one for the program's own code.
 import { useMemo, useRef } from "preact/hooks";
 import { seconds } from "./format.js";
 import { useSize } from "./graph_view.jsx";
@@ -33,10 +33,13 @@ function pack(items) {
 function lanesOf(graph, layout, isFolded, now) {
   const lanes = new Map();
   for (const node of layout.nodes) {
-    const started = node.members.filter((id) => graph.calls.get(id)?.started_s != null || graph.calls.get(id)?.ready_s != null);
+    const started = node.members.filter(
+      (id) => graph.calls.get(id)?.started_s != null || graph.calls.get(id)?.ready_s != null,
+    );
     const byLane = Map.groupBy(started, (id) => laneOf(graph.calls.get(id)));
     for (const [lane, ids] of byLane) {
-      const groups = isFolded && ids.length > 1 && node.members.length > 1 ? [ids] : ids.map((id) => [id]);
+      const groups =
+        isFolded && ids.length > 1 && node.members.length > 1 ? [ids] : ids.map((id) => [id]);
       for (const members of groups) {
         const calls = members.map((id) => graph.calls.get(id));
         const from = Math.min(...calls.map((call) => call.ready_s ?? call.started_s));
@@ -60,13 +63,17 @@ function ticksOf(length, width) {
   return Array.from({ length: Math.floor(length / step + 1e-9) + 1 }, (_, i) => i * step);
 }
 
-const tick = (s, step) => (s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s));
+const tick = (s, step) =>
+  s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s);
 
 export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) {
   const box = useRef(null);
   const size = useSize(box);
   const width = Math.max(300, size?.width ?? 0);
-  const lanes = useMemo(() => lanesOf(graph, layout, isFolded, now), [graph, layout, isFolded, now]);
+  const lanes = useMemo(
+    () => lanesOf(graph, layout, isFolded, now),
+    [graph, layout, isFolded, now],
+  );
   const isNarrow = width < 520;
   const left = isNarrow ? 74 : 96;
   const right = 14;
@@ -92,7 +99,14 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
     <div class="tl" ref={box}>
       {!lanes.size && <p class="hint">No call was ready yet.</p>}
       {lanes.size > 0 && size && (
-        <svg role="group" aria-label="Timeline of calls" onMouseOver={addTooltip} viewBox={`0 0 ${width} ${y}`} width={width} height={y}>
+        <svg
+          role="group"
+          aria-label="Timeline of calls"
+          onMouseOver={addTooltip}
+          viewBox={`0 0 ${width} ${y}`}
+          width={width}
+          height={y}
+        >
           {ticks.map((time) => (
             <g key={time}>
               <line class="tick" x1={x(time)} x2={x(time)} y1="20" y2={y - 8} />
@@ -104,7 +118,9 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
           {drawn.map((lane) => (
             <g key={lane.name}>
               <text class="lane" x="14" y={lane.top + 15}>
-                {lane.name.length > (isNarrow ? 9 : 13) ? `${lane.name.slice(0, isNarrow ? 8 : 12)}…` : lane.name}
+                {lane.name.length > (isNarrow ? 9 : 13)
+                  ? `${lane.name.slice(0, isNarrow ? 8 : 12)}…`
+                  : lane.name}
                 <title>{lane.name}</title>
               </text>
               {lane.bars.map((bar) => (
@@ -128,7 +144,14 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
             </text>
           )}
           {gaps.map(({ from, to, before }) => (
-            <Gap key={from} x={x(from)} y={programTop} width={x(to) - x(from)} label={before?.name ? `before it set ${before.name}` : ""} time={to - from} />
+            <Gap
+              key={from}
+              x={x(from)}
+              y={programTop}
+              width={x(to) - x(from)}
+              label={before?.name ? `before it set ${before.name}` : ""}
+              time={to - from}
+            />
           ))}
           {isRunning && (
             <>
@@ -166,11 +189,13 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   );
 }
 
-/** The browser shows a bar's name as a tooltip. It is added when the pointer comes: bars are many. */
+/** Add a bar's tooltip when the pointer comes, because there are many bars. */
 function addTooltip(event) {
   const bar = event.target.closest(".bar-g");
   if (!bar) return;
-  const title = bar.querySelector("title") ?? bar.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "title"));
+  const title =
+    bar.querySelector("title") ??
+    bar.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "title"));
   title.textContent = bar.getAttribute("aria-label");
 }
 
@@ -191,7 +216,13 @@ function lookOf(bar, graph, path, x, lane, now) {
   const calls = bar.members.map((id) => graph.calls.get(id));
   const [call] = calls;
   const states = new Set(calls.map((one) => one.state));
-  const state = states.has("failed") ? "failed" : states.has("running") ? "running" : states.has("cancelled") ? "cancelled" : "";
+  const state = states.has("failed")
+    ? "failed"
+    : states.has("running")
+      ? "running"
+      : states.has("cancelled")
+        ? "cancelled"
+        : "";
   const started = Math.min(...calls.map((one) => one.started_s ?? now));
   const ready = Math.min(...calls.map((one) => one.ready_s ?? started));
   const finished = Math.max(...calls.map((one) => one.finished_s ?? now));
@@ -224,8 +255,13 @@ function firstToken(call, now) {
 }
 
 function titleOf(name, calls, { ready, started, first, finished }) {
-  if (calls.length > 1) return `${name} ×${calls.length}: from ${seconds(started)} to ${seconds(finished)}. The height is how many still run.`;
-  const parts = [started - ready > 0.001 && `queued ${seconds(started - ready)}`, first - started > 0.001 && `prefill ${seconds(first - started)}`, finished - first > 0.001 && `generating ${seconds(finished - first)}`];
+  if (calls.length > 1)
+    return `${name} ×${calls.length}: from ${seconds(started)} to ${seconds(finished)}. The height is how many still run.`;
+  const parts = [
+    started - ready > 0.001 && `queued ${seconds(started - ready)}`,
+    first - started > 0.001 && `prefill ${seconds(first - started)}`,
+    finished - first > 0.001 && `generating ${seconds(finished - first)}`,
+  ];
   return `${name}: from ${seconds(ready)} to ${seconds(finished)}${parts.some(Boolean) ? `; ${parts.filter(Boolean).join(", ")}` : ""}`;
 }
 
@@ -233,11 +269,32 @@ function titleOf(name, calls, { ready, started, first, finished }) {
 function stepsOf(calls, x, first, now, height) {
   const ends = calls.map((call) => call.finished_s ?? now).sort((a, b) => a - b);
   let d = `M${x(first)},0`;
-  ends.forEach((end, i) => (d += `H${x(Math.max(end, first))}V${((i + 1) / ends.length) * height}`));
+  ends.forEach(
+    (end, i) => (d += `H${x(Math.max(end, first))}V${((i + 1) / ends.length) * height}`),
+  );
   return `${d}H${x(first)}Z`;
 }
 
-const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritical, isShown, isNarrow, end, y, height, xReady, xStart, xFirst, xEnd, steps, onOpen }) {
+const Bar = memo(function Bar({
+  id,
+  node,
+  isGroup,
+  label,
+  title,
+  state,
+  isCritical,
+  isShown,
+  isNarrow,
+  end,
+  y,
+  height,
+  xReady,
+  xStart,
+  xFirst,
+  xEnd,
+  steps,
+  onOpen,
+}) {
   const open = () => onOpen(isGroup ? { group: node } : id);
   const press = (event) => {
     if (event.key !== "Enter" && event.key !== " ") return;
@@ -253,7 +310,9 @@ const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritic
   const colour = !isInside ? "" : state === "running" ? "on-run" : isCritical ? "on" : "";
   return (
     <g
-      class={["bar-g", state, isCritical && state !== "failed" && "c", isShown && "shown"].filter(Boolean).join(" ")}
+      class={["bar-g", state, isCritical && state !== "failed" && "c", isShown && "shown"]
+        .filter(Boolean)
+        .join(" ")}
       role="button"
       tabindex="0"
       aria-label={title}
@@ -262,14 +321,41 @@ const Bar = memo(function Bar({ id, node, isGroup, label, title, state, isCritic
       onClick={open}
       onKeyDown={press}
     >
-      {xStart - xReady > 1 && <rect class="queue" x={xReady} y={y + 1} width={xStart - xReady} height={height - 2} rx="3" />}
-      {xFirst - xStart >= 0.5 && <rect class="pre" x={xStart} y={y} width={xFirst - xStart} height={height} rx="3" />}
+      {xStart - xReady > 1 && (
+        <rect
+          class="queue"
+          x={xReady}
+          y={y + 1}
+          width={xStart - xReady}
+          height={height - 2}
+          rx="3"
+        />
+      )}
+      {xFirst - xStart >= 0.5 && (
+        <rect class="pre" x={xStart} y={y} width={xFirst - xStart} height={height} rx="3" />
+      )}
       {steps ? (
         <path class="dec" d={steps} transform={`translate(0,${y})`} />
       ) : (
-        <rect class="dec" x={xFirst} y={y} width={Math.max(3, xEnd - xFirst)} height={height} rx="3" />
+        <rect
+          class="dec"
+          x={xFirst}
+          y={y}
+          width={Math.max(3, xEnd - xFirst)}
+          height={height}
+          rx="3"
+        />
       )}
-      {isShown && <rect class="frame" x={xReady - 1.5} y={y - 1.5} width={Math.max(4, xEnd - xReady) + 3} height={height + 3} rx="4" />}
+      {isShown && (
+        <rect
+          class="frame"
+          x={xReady - 1.5}
+          y={y - 1.5}
+          width={Math.max(4, xEnd - xReady) + 3}
+          height={height + 3}
+          rx="4"
+        />
+      )}
       {hasLabel && (
         <text class={colour} x={x} y={y + height / 2 + 4} text-anchor={isLeft ? "end" : undefined}>
           {label}

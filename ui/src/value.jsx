@@ -5,7 +5,18 @@ import { CopyButton, save } from "./parts.jsx";
 
 const NEAR_END = 24; // Pixels from the end at which the view follows a growing text.
 
-export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut, isMain, nothing = "nothing yet", onOpen }) {
+export function Value({
+  name,
+  note,
+  text,
+  chars,
+  isGrowing,
+  isHidden,
+  isLeftOut,
+  isMain,
+  nothing = "nothing yet",
+  onOpen,
+}) {
   const isCut = chars > text.length && text.length > 0 && !isGrowing;
   return (
     <div class="val">
@@ -21,7 +32,11 @@ export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut,
         {text && (
           <span class="end">
             {isCut && (
-              <button class="btn ghost small" type="button" onClick={() => save(text, `${name}.txt`, "text/plain")}>
+              <button
+                class="btn ghost small"
+                type="button"
+                onClick={() => save(text, `${name}.txt`, "text/plain")}
+              >
                 Save
               </button>
             )}
@@ -34,7 +49,13 @@ export function Value({ name, note, text, chars, isGrowing, isHidden, isLeftOut,
       ) : isHidden ? (
         <p class="hint">{count(chars)} characters that only their tenant may read.</p>
       ) : (
-        <Text name={name} text={text} isGrowing={isGrowing} isMain={isMain} nothing={chars ? "" : nothing} />
+        <Text
+          name={name}
+          text={text}
+          isGrowing={isGrowing}
+          isMain={isMain}
+          nothing={chars ? "" : nothing}
+        />
       )}
       {isCut && (
         <p class="hint">

@@ -27,12 +27,16 @@ export function wallOf(graph, rows, now, isLive) {
     const call = graph.calls.get(id);
     if (call.ready_s == null) continue;
     const set = lastSet(call, rows);
-    add("program", call.ready_s, { before: set && set.at > at ? { name: set.name } : { call: id } });
+    add("program", call.ready_s, {
+      before: set && set.at > at ? { name: set.name } : { call: id },
+    });
     add("queue", call.started_s ?? now, { id });
     if (call.started_s == null) continue;
     add(call.finished_s == null ? "running" : "call", call.finished_s ?? now, { id });
   }
-  const isBusy = [...graph.calls.values()].some((call) => call.state === "running" || call.state === "queued");
+  const isBusy = [...graph.calls.values()].some(
+    (call) => call.state === "running" || call.state === "queued",
+  );
   if (isLive && !isBusy && segments.length) add("program", now, {});
   return { total: at, segments: segments.slice(-MAX_SEGMENTS), path };
 }
@@ -41,7 +45,8 @@ export function wallOf(graph, rows, now, isLive) {
 export function sharesOf({ total, segments }) {
   const shares = new Map();
   for (const { kind, id, from, to } of segments) {
-    if (total > 0 && (kind === "call" || kind === "running")) shares.set(id, (shares.get(id) ?? 0) + (to - from) / total);
+    if (total > 0 && (kind === "call" || kind === "running"))
+      shares.set(id, (shares.get(id) ?? 0) + (to - from) / total);
   }
   return shares;
 }
