@@ -123,6 +123,31 @@ def test_scales_caps_and_windows(rule: ScoreRule, page: int, quantised: bool) ->
     check(case, run(case, shape))
 
 
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("page", [16, 64])
+@pytest.mark.parametrize("window", [5, 33, 64])
+def test_pages_outside_of_all_windows_are_not_read(window: int, page: int, quantised: bool) -> None:
+    """Other contexts may have written NaN to them."""
+    shape, rule = AttentionShape(4, 2, 64, page), ScoreRule(0.125, window=window)
+    requests = [
+        *MIXED,
+        Request((SYSTEM, APP), 1, 33),
+        Request((), 300, 40),
+        Request((SYSTEM,), 230),
+    ]
+    case = make_case(requests, shape, dtype=torch.float32, quantised=quantised, rule=rule)
+    seen: set[int] = set()
+    for table, start, count in zip(
+        case.tables.tolist(), case.step.starts.tolist(), case.step.q_lens.tolist(), strict=True
+    ):
+        seen.update(table[max(0, start + 1 - window) // page : (start + count - 1) // page + 1])
+    hidden = [number for number in range(len(case.k_cache)) if number not in seen]
+    assert len(hidden) > 3
+    for pages in (case.k_cache, case.v_cache):
+        pages[hidden] = 0x7F if quantised else torch.nan
+    check(case, run(case, shape))
+
+
 @pytest.mark.parametrize("rule", RULES[-2:], ids=str)
 def test_windows_of_fills_that_read_converted_pages(rule: ScoreRule) -> None:
     shape = AttentionShape(4, 2, 64, 64)
