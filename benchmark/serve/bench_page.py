@@ -4,7 +4,7 @@
     python -m benchmark.serve.bench_page --history --output benchmark/results/page_history.json
 
 One ServeCore with simulated engines serves programs, at a pace that the engines' steps set, in
-turns with nobody looking and with viewers who follow the overview, the placement and one session
+turns without viewers and with viewers of the overview, the placement, the series and one session
 each; all three change all the time. `share` is what viewers take of ServeCore's thread, and so of
 the calls that it could serve: the median difference of CPU seconds a second, of turns that follow
 each other. Sessions of 50 calls stay live, so the views grow with every turn.
@@ -59,7 +59,7 @@ class Viewer:
 async def looking(cluster: Cluster, session_id: int, count: int) -> AsyncIterator[list[Viewer]]:
     """So many viewers of every view, from when each has its first rows."""
     api = f"{cluster.core_url}/ui/api"
-    views = ("overview", "placement", f"sessions/{session_id}") * count
+    views = ("overview", "placement", "series", f"sessions/{session_id}") * count
     viewers = [Viewer() for _ in views]
     jar = aiohttp.CookieJar(unsafe=True)  # of a host that is an address
     connector = aiohttp.TCPConnector(limit=0)

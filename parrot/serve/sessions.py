@@ -582,6 +582,11 @@ class SessionRegistry:
         account = self._tenants.get(tenant)
         return 0 if account is None else account.used["sessions"]
 
+    def used_share(self, tenant: str) -> float:
+        """The used share of the most used of the tenant's own limits."""
+        account = self._tenants.get(tenant)
+        return 0.0 if account is None else account.used_share()
+
     def remaining_s(self, session: Session) -> float:
         """Seconds until the session expires, without further activity."""
         now = self._clock.now()

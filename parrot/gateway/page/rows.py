@@ -42,14 +42,23 @@ _PIECE_CHARS = 4096  # Characters of a value in one row. Only changed rows are s
 MAX_CHARS = 2**20  # Characters of one value that are shown.
 _MAX_HEAD = 60  # Characters of a value that are shown with its variable.
 _MAX_CAUSES = 16  # Errors of one causal chain that are shown.
+_SHARE_STEPS = 20  # A used share of a limit is rounded to 0.05.
 _MAX_VARIABLES = 4096  # The last variables of a session are shown.
 # The fields of an engine that tenants see. Its address and its load are the operator's.
 _TENANTS_FIELDS = ("engine_id", "engine_name", "engine_type", "model", "default_sampling")
 
 
 def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
-    """Calls, tokens and costs by function: the visitor's own, or all tenants' for the operator."""
+    """Calls, tokens and costs by function: the visitor's own, or all tenants' for the operator. For
+    each tenant with limits, the used share of its most used one."""
     rows: dict[str, Row] = {}
+    meters = core.tasks.meters
+    for owner in core.tenants:
+        if owner.limits.has_any and visitor.tenant in (None, owner.id):
+            shares = [core.sessions.used_share(owner.id)]
+            shares += [] if meters is None else [meters.used_share(owner)]
+            name = core.tenants.name_of(owner.id)
+            rows[f"limit:{name}"] = {"tenant": name, "limit_share": _rounded_share(max(shares))}
     for tenant, function, usage in core.accounts:
         if visitor.tenant in (None, tenant):
             name = core.tenants.name_of(tenant)
@@ -59,6 +68,11 @@ def usage_rows(core: ServeCore, visitor: Visitor) -> Rows:
                 **asdict(usage),
             }
     return rows
+
+
+def _rounded_share(share: float) -> float:
+    """Rounded, because budgets of tokens refill all the time, and each change is sent."""
+    return round(_SHARE_STEPS * share) / _SHARE_STEPS
 
 
 class PageRows:
@@ -119,7 +133,9 @@ class PageRows:
 
     def session(self, session: Session, *, sees_values: bool) -> Rows:
         """A session's head, its last calls, and its last variables without values."""
-        rows: dict[str, Row] = {"session": head_row(session, self._context) | {"state": "active"}}
+        num_calls = sum(len(call.tasks) for call in session.graph.calls.values())
+        live = {"state": "active", "calls": num_calls}
+        rows: dict[str, Row] = {"session": head_row(session, self._context) | live}
         for task in last_tasks(session):
             rows[f"call:{task.outputs[0].id}"] = call_row(task, session.created_at)
         for variable in last_variables(session):

@@ -12,7 +12,7 @@ from parrot.protocol.errors import ClusterFull, ParrotError, QueueFull, QuotaExc
 from parrot.protocol.public import GraphVariable, NativeCallRequest, SemanticCallRequest
 from parrot.protocol.sampling import SamplingConfig
 from parrot.serve.config import SessionQuota, TenantQuota
-from parrot.serve.tenants.table import TenantTable
+from parrot.serve.tenants.table import Tenant, TenantTable
 from parrot.utils.clock import Clock
 
 _MINUTE_S = 60.0
@@ -119,6 +119,10 @@ class Quota:
         if self.parent is not None:
             self.parent.add(**more)
 
+    def used_share(self) -> float:
+        """The used share of the most used of the tenant's own limits; 0 without such a limit."""
+        return max((self.used[name] / limit for name, limit in self.own.items()), default=0.0)
+
     def close(self) -> None:
         """The session has ended: subtract its usage from the tenant's. Usage that is added later
         does not count for the tenant, because it would never be subtracted."""
@@ -213,6 +217,19 @@ class Meters:
 
     def num_running(self, tenant_id: str) -> int:
         return self._running[tenant_id]
+
+    def used_share(self, tenant: Tenant) -> float:
+        """The used share of the tenant's most used limit; 0 if it has none of these limits."""
+        limits, shares = tenant.limits, [0.0]
+        if limits.calls_in_flight is not None:
+            shares.append(self._running[tenant.id] / limits.calls_in_flight)
+        for buckets, limit in (
+            (self._tokens, limits.tokens_per_minute),
+            (self._requests, limits.requests_per_minute),
+        ):
+            if limit is not None:
+                shares.append(1 - self._bucket(buckets, tenant.id, limit).level / limit)
+        return max(shares)
 
     def counts_tokens(self, tenant_id: str) -> bool:
         tenant = self._tenants.find(tenant_id)

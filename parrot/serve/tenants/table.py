@@ -62,6 +62,11 @@ class TenantLimits(ConfigModel):
     )
 
     @property
+    def has_any(self) -> bool:
+        """Whether any limit is set."""
+        return any(value is not None for _, value in self)
+
+    @property
     def amounts(self) -> dict[str, int]:
         """The limits that are set of the live sessions' usage."""
         given = {

@@ -84,6 +84,7 @@ async def test_the_last_calls_and_variables_of_a_large_session_are_shown() -> No
     rows = PageRows(world.core).session(session, sees_values=True)
     ids = [row["request_id"] for key, row in rows.items() if key.startswith("call:")]
     assert ids == list(session.graph.calls)[-1024:]
+    assert rows["session"]["calls"] == 1100
     names = [row["name"] for key, row in rows.items() if key.startswith("var:")]
     assert len(names) == 4096
     assert names[-1] == "x3499"

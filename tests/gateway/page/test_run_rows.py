@@ -1,6 +1,9 @@
 """The rows of the list of runs, with a real dispatcher and over HTTP."""
 
 import asyncio
+import json
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,15 @@ BLIND = Visitor(tenant=None, sees_values=False)
 def runs(core: ServeCore, visitor: Visitor = OPERATOR) -> list[dict[str, Any]]:
     rows = PageRows(core).overview(visitor)
     return [dict(row) for key, row in rows.items() if key.startswith("session:")]
+
+
+async def configured(config: CoreConfig) -> World:
+    """A world whose core has this configuration."""
+    world = World()
+    await world.core.close()
+    dispatcher = Dispatcher(config, world.clock, lambda info: world.engines[info.engine_name])
+    world.core = ServeCore(config, clock=world.clock, dispatcher=dispatcher)
+    return world
 
 
 async def test_a_run_says_what_it_asked_last_and_why_it_failed() -> None:
@@ -89,13 +101,7 @@ async def test_a_program_that_continues_a_conversation_is_an_agent() -> None:
 
 async def test_the_cost_of_a_run_is_that_of_its_calls() -> None:
     prices = TokenPrices(input=2e6, cached=0.0, output=0.0)
-    config = CoreConfig(prices={"*": prices})
-    world = World()
-    engine = fake_engine("e0")
-    world.engines["e0"] = engine
-    dispatcher = Dispatcher(config, world.clock, lambda info: engine)
-    await world.core.close()
-    world.core = ServeCore(config, clock=world.clock, dispatcher=dispatcher)
+    world = await configured(CoreConfig(prices={"*": prices}))
     await world.join()
     program = world.program()
     reads = [program.read(program.call(question)) for question in ("one", "two")]
@@ -233,4 +239,31 @@ async def test_a_tenant_sees_no_address_and_no_load_of_engines() -> None:
         for key, row in page.placement(OPERATOR).items()
         if key.startswith("decision:")
     )
+    await world.core.close()
+
+
+async def test_the_use_of_a_tenants_limits_is_that_of_its_most_used_one(tmp_path: Path) -> None:
+    limits = {"variables": 100, "tokens_per_minute": 1000, "calls_in_flight": 4}
+    path = tmp_path / "keys.json"
+    keys = [
+        {"id": name, "sha256": sha256(name.encode()).hexdigest(), "limits": own}
+        for name, own in (("alice", limits), ("bob", {}))
+    ]
+    path.write_text(json.dumps({"keys": keys}))
+    world = await configured(CoreConfig(keys_file=str(path)))
+    engine = await world.join(script=Script(hang_after=0))
+    program = world.program("alice")
+    page = PageRows(world.core)
+    assert page.usage(OPERATOR) == {"limit:alice": {"tenant": "alice", "limit_share": 0.0}}
+    for number in range(10):
+        program.core.create_var(*program.scope.values(), f"x{number}", "text")
+    assert page.usage(OPERATOR)["limit:alice"]["limit_share"] == 0.1
+    read = program.read(program.call("one"))
+    await world.settle()
+    assert page.usage(OPERATOR)["limit:alice"]["limit_share"] == 0.25
+    assert page.usage(Visitor("bob", sees_values=True)) == {}
+    assert page.usage(Visitor("alice", sees_values=True)).keys() == {"limit:alice"}
+    engine.resume.set()
+    await world.settle()
+    await read
     await world.core.close()
