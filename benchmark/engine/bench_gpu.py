@@ -57,6 +57,7 @@ from parrot.utils.clock import MonotonicClock
 PARTS = ("decode", "prefill", "mixed", "load256", "http")
 WARM_STEPS, STEPS = 10, 60
 LOAD_TIMEOUT_S = 240.0
+MAX_LENGTHS = {"gemma-3-27b": 98_304}
 
 
 def config_of(
@@ -74,7 +75,7 @@ def config_of(
             },
             "instance": {
                 "load_format": "dummy",
-                "max_seq_len": 16384,
+                "max_seq_len": MAX_LENGTHS.get(model, 16384),
                 "shared_prefix": shares,
                 "host_kv_gb": 0,
                 "kv_cache_dtype": kv,
@@ -139,7 +140,9 @@ def bench_prefill(runner: CudaRunner, tokens: int, chunk: int) -> Row:
         sequences = Sequences(Decode(f"prefill {tokens}", 1, 0), runner.info)
         parts = sequences.fill(tokens, chunk)
         torch.cuda.synchronize()
-        times.append(sum(run_ms(runner, (StepPlan((part,)) for part in parts))))
+        changes = sequences.slots_of(parts[-1].block_ids, runner.info)
+        plans = [StepPlan((part,), slot_changes=changes) for part in parts]
+        times.append(sum(run_ms(runner, plans)))
     return spread_ms(times[2:])
 
 

@@ -19,7 +19,10 @@ Row = dict[str, Any]
 
 GREEDY = ResolvedSampling(temperature=0.0)
 MODELS = ("qwen3-0.6b", "llama-3.1-8b", "llama-2-7b", "llama-2-13b")
-OTHER_MODELS = ("gemma-3-4b", "gemma-3-12b", "granite-3.3-8b", "phi-4", "olmo-2-7b")
+OTHER_MODELS = (
+    *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+    *("granite-3.3-8b", "phi-4", "olmo-2-7b"),
+)
 LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
 
 
@@ -48,12 +51,17 @@ ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
 # A round of agents that all have read the same files.
 AGENTS = tuple(Decode(f"agents B={batch}", batch, 300, shared=7000) for batch in (9, 16))
 CROWD = Decode("25 at 2200", 25, 2200)
+# Forks of one long context. The step of all should take at most 1.15 times as long as that of one.
+LONG_FORKS = tuple(
+    Decode(f"forks B={batch} ctx 94k", batch, 64, shared=94_208) for batch in (1, 16)
+)
 DECODES = {
     "qwen3-0.6b": PLAIN,
     "llama-3.1-8b": (*PLAIN, *LONG),
     "llama-2-7b": (*PLAIN, *COPILOT, ROOTS4),
     "llama-2-13b": (*PLAIN[:2], CROWD, *AGENTS),
     **dict.fromkeys(OTHER_MODELS, PLAIN),
+    "gemma-3-27b": (*PLAIN[:2], *LONG_FORKS),
 }
 # (tokens, tokens in one step)
 PREFILLS = {
@@ -73,7 +81,9 @@ class Shape:
     """Of a model in bfloat16, or with the matrices of its layers in e4m3."""
 
     weight_bytes: int
-    token_bytes: int
+    token_bytes: int  # KV of a token in the layers without windows.
+    window_bytes: int  # KV of a token in the layers with windows.
+    window: int
     layer_weights: int
     num_layers: int
     q_width: int
@@ -97,8 +107,12 @@ class Shape:
         )
 
     def decode_floor_ms(self, case: Decode) -> float:
-        tokens = sum(case.own_lengths()) + case.shared * case.roots
-        return (self.weight_bytes + tokens * self.token_bytes) / MEMORY_RATE * 1e3
+        own = case.own_lengths()
+        tokens = sum(own) + case.shared * case.roots
+        shared = max(0, min(case.shared, self.window - min(own))) * case.roots
+        inside = sum(min(length, self.window) for length in own) + shared
+        kv_bytes = tokens * self.token_bytes + inside * self.window_bytes
+        return (self.weight_bytes + kv_bytes) / MEMORY_RATE * 1e3
 
     def prefill_floor_ms(self, tokens: int) -> float:
         attention = 2 * self.num_layers * self.q_width * tokens**2 / MATRIX_RATE
@@ -126,9 +140,29 @@ class Sequences:
         for i, count in enumerate(own):
             self._tables.append(roots[i % case.roots] + [next(free) for _ in range(count)])
         self._free = free
+        self._changes = self._slots(info)
+
+    def _slots(self, info: RunnerInfo) -> tuple[tuple[int, int], ...]:
+        """Slots for the blocks of all windows, in turn. A case may need no more than there are."""
+        if info.window is None:
+            return ()
+        first = [max(0, end - info.window.num_tokens) // self._size for end in self._ends]
+        blocks = dict.fromkeys(
+            block for at, table in zip(first, self._tables, strict=True) for block in table[at:]
+        )
+        return tuple((block, i % info.window.num_slots) for i, block in enumerate(blocks))
+
+    @staticmethod
+    def slots_of(blocks: Sequence[int], info: RunnerInfo) -> tuple[tuple[int, int], ...]:
+        """Slots for all blocks of a prompt."""
+        window = info.window
+        return (
+            () if window is None else tuple((b, i % window.num_slots) for i, b in enumerate(blocks))
+        )
 
     def next_plan(self, *beside: SequenceStep) -> StepPlan:
-        return StepPlan((*self.next_step(), *beside))
+        changes, self._changes = self._changes, ()
+        return StepPlan((*self.next_step(), *beside), slot_changes=changes)
 
     def next_step(self) -> tuple[SequenceStep, ...]:
         sequences = []

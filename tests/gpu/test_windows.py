@@ -52,6 +52,7 @@ class Engine:
                 "scheduler": {"max_batch_size": 8, "max_num_batched_tokens": 192},
                 "instance": {
                     "num_kv_cache_blocks": 4096 // block_size,
+                    "host_kv_gb": 0,
                     "num_window_slots": num_slots,
                     "block_size": block_size,
                 }
@@ -116,6 +117,28 @@ def test_tokens_are_those_of_transformers(
     greedy.check(wanted, engine.outputs(pieces))
     again = [[*text, 5, 6] for text in texts]
     greedy.check(again, engine.outputs(roots(again)))
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "mistral"])
+def test_windows_leave_the_gpu_and_return(tmp_path: Path, family: str, block_size: int) -> None:
+    """Contexts take turns, with blocks and slots for a part of them."""
+    folder = make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family])
+    sizes = {"num_kv_cache_blocks": 1024 // block_size, "host_kv_gb": 0.25}
+    engine, greedy = (
+        Engine(folder, block_size, 26 if block_size == 16 else 12, **sizes),
+        Greedy(folder),
+    )
+    assert engine.runner.info.window is not None
+    assert engine.runner.info.window.num_host_slots > 100
+    rng = random.Random(1)
+    texts = [[rng.randrange(250) for _ in range(200 + 3 * number)] for number in range(8)]
+    for _ in range(3):
+        outputs = engine.outputs(roots(texts[:4])) + engine.outputs(roots(texts[4:]))
+        greedy.check(texts, outputs)
+        texts = [[*text, *output, 7] for text, output in zip(texts, outputs, strict=True)]
+    assert engine.core.runtime_info().prompt_tokens.host > 500
+    engine.core.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
