@@ -52,7 +52,7 @@ def restore(
     restoring = _Restoring(core, journal, applied)
     secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
-    core.tenants.restored(secret)
+    core.tenants.restored(secret, _names_secret(journal, core.tenants.names_secret))
     began = time.perf_counter()
     with _no_collection(), _tasks_on_hold(core):
         journal.read(restoring.apply)
@@ -74,6 +74,13 @@ def _secret(journal: Journal) -> bytes:
     """The journal's secret, created with the journal."""
     words = [journal.fact(f"secret {i}", secrets.randbits(63)) for i in range(4)]
     return b"".join(word.to_bytes(8) for word in words)
+
+
+def _names_secret(journal: Journal, default: bytes) -> bytes:
+    """The secret of tenants' names: `default` at the time of the first start with this journal."""
+    words = [int.from_bytes(default[start : start + 8]) >> 1 for start in range(0, 32, 8)]
+    known = [journal.fact(f"names {i}", word) for i, word in enumerate(words)]
+    return b"".join(word.to_bytes(8) for word in known)
 
 
 @contextmanager
@@ -226,10 +233,14 @@ class _Restoring:
         if record.subject in self._broken:
             return
         try:
+            fields = record.fields()
+            for owned in (fields, fields.get("options")):
+                if isinstance(owned, dict) and "tenant" in owned:
+                    owned["tenant"] = self._core.tenants.current_id(owned["tenant"])
             if (apply := self._others.get(record.kind)) is not None:
-                apply(record.subject, record.fields())
+                apply(record.subject, fields)
             else:
-                self._apply(record.subject, Kind(record.kind), record.fields())
+                self._apply(record.subject, Kind(record.kind), fields)
         except Exception:
             logger.exception("journal: subject %s cannot be restored", record.subject)
             self._broken.add(record.subject)

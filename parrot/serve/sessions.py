@@ -474,16 +474,15 @@ class SessionRegistry:
     def replaying(self, session: Session) -> Iterator[None]:
         """Replay a session's records in the block, while other sessions run. The changes are not
         recorded and do not count as activity. No id is assigned twice."""
-        log, last_active, ids = session.log, session.last_active, self._shared
-        numbers = ids.tasks.upcoming, ids.requests.upcoming
+        log, last_active, tasks = session.log, session.last_active, self._shared.tasks
+        number = tasks.upcoming
         session.set_log(None)
         try:
             yield
         finally:
             session.set_log(log)
             session.last_active = last_active
-            ids.tasks.upcoming = max(numbers[0], ids.tasks.upcoming)
-            ids.requests.upcoming = max(numbers[1], ids.requests.upcoming)
+            tasks.upcoming = max(number, tasks.upcoming)
 
     def keys_changed(self) -> Iterator[None]:
         """Apply the tenants' new limits, and end the sessions of tenants without a key. Yields

@@ -20,6 +20,8 @@ from parrot.utils.config import ConfigError, parse_config
 
 logger = logging.getLogger(__name__)
 
+_MIN_KEY = 16  # Characters of a key in `api_keys`, unless only this machine can connect.
+
 
 async def serve(config: CoreConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises `ConfigError` if the trace cannot be written, or if
@@ -32,6 +34,8 @@ async def serve(config: CoreConfig) -> None:
         state_dir=config.state_dir,
     )
     config = config.model_copy(update={"cluster_token": token})
+    if not is_loopback(config.host):
+        require_long(config.api_keys)
     if not is_loopback(config.host) and not config.needs_keys:
         logger.warning(
             "binding %s without api_keys: anyone who reaches this address can use the service",
@@ -42,6 +46,16 @@ async def serve(config: CoreConfig) -> None:
         return
     with bounded_collections():
         await _serve(config)
+
+
+def require_long(api_keys: Sequence[str]) -> None:
+    """Raise `ConfigError` for a key that can be guessed: anyone who reaches the server may try."""
+    for number, key in enumerate(api_keys):
+        if len(key) < _MIN_KEY:
+            raise ConfigError(
+                f"api_keys.{number}: the key has {len(key)} characters, but a server that others "
+                f"can reach needs at least {_MIN_KEY}: use `openssl rand -hex 16`"
+            )
 
 
 async def _serve(config: CoreConfig) -> None:

@@ -574,3 +574,17 @@ async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None
     assert not node.readers
     assert not node._watchers
     assert len(world.core._timers) == 1  # the session's expiry
+
+
+async def test_ids_of_requests_do_not_count_those_of_other_sessions() -> None:
+    world = await HeldWorld.open()
+
+    def first_id() -> int:
+        world.enter()
+        world.call("out")
+        session = world.core.sessions.find(world.scope["session_id"])
+        assert session is not None
+        return min(session.graph.calls)
+
+    assert len({first_id() for _ in range(3)}) == 1
+    await world.close()

@@ -20,6 +20,7 @@ import pytest
 
 from parrot.serve.config import CoreConfig
 from parrot.server.http_server import main, serve
+from parrot.utils.config import ConfigError
 
 MODULE = [sys.executable, "-m", "parrot.serve.http_server"]  # its documented name
 
@@ -138,7 +139,9 @@ async def test_who_lets_in_whoever_connects_is_told(
     monkeypatch.setattr("parrot.server.http_server.AppServer.serve", nothing)
     for host in ("127.0.0.1", "localhost", "::1"):
         await serve(CoreConfig(host=host))
-    await serve(CoreConfig(host="0.0.0.0", api_keys=("k",), cluster_token="t"))
+    await serve(CoreConfig(host="0.0.0.0", api_keys=("k" * 16,), cluster_token="t"))
+    with pytest.raises(ConfigError, match=r"api_keys\.1: the key has 5 characters"):
+        await serve(CoreConfig(host="0.0.0.0", api_keys=("k" * 16, "short"), cluster_token="t"))
     assert not caplog.records
     await serve(CoreConfig(host="0.0.0.0", insecure=True))
     assert "without api_keys" in caplog.text

@@ -88,7 +88,6 @@ class Shared:
     """The counters and the backlog that all graphs of a ServeCore share."""
 
     tasks: IdCounter = field(default_factory=lambda: IdCounter(1))
-    requests: IdCounter = field(default_factory=lambda: IdCounter(1))
     backlog: Backlog = field(default_factory=Backlog)
 
 
@@ -103,11 +102,12 @@ class GraphServices:
 
 
 class SessionIds:
-    """Creates the ids of one session: task and request ids from the shared counters, and variable
-    ids from the session's secret."""
+    """Creates the ids of one session: task ids from the shared counter, request ids from a counter
+    of the session, so that no program can count others' requests, and variable ids from the
+    session's secret."""
 
     def __init__(self, shared: Shared, secret: str) -> None:
-        self.tasks, self.requests = shared.tasks, shared.requests
+        self.tasks, self.requests = shared.tasks, IdCounter(1)
         self.variables = SecretIds(secret)
 
     @property

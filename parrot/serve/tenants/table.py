@@ -95,7 +95,8 @@ class Tenant:
 
 
 def id_of_key(api_key: str) -> str:
-    """The tenant's id for a key without a name."""
+    """The tenant's id for an invented key. Also the id for a key of `api_keys` in journals of
+    schema version 1."""
     return hashlib.sha256(api_key.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -241,29 +242,51 @@ class TenantTable:
         self._has_token = config.cluster_token is not None
         secret = (config.cluster_token or new_token()).encode("utf-8", "surrogatepass")
         self._secret = _salt_secret(secret)
-        self._fixed = {_digest(key): Tenant(id_of_key(key)) for key in config.api_keys}
-        names = {id_of_key(key): f"key {number}" for number, key in enumerate(config.api_keys, 1)}
-        self._names = {PUBLIC_ID: PUBLIC_ID} | names
+        self._keys = config.api_keys
+        self.names_secret = hmac.digest(secret, b"tenant names", "sha256")
+        """The secret of the ids of tenants in `api_keys`."""
+        self._name_keys()
         self._by_digest: Mapping[bytes, Tenant] = {}
         self._by_id: Mapping[str, tuple[bytes, Tenant]] = {}
         self.replace([] if self.path is None else read_keys(self.path))
 
-    def restored(self, secret: bytes) -> None:
-        """Derive salts from the journal's secret, if there is no cluster token."""
+    def restored(self, secret: bytes, names_secret: bytes) -> None:
+        """Derive salts from the journal's secret, if there is no cluster token. Use the journal's
+        secret of names, so that ids stay the same if the token changes. Call it before the first
+        session and the first change of keys."""
         if not self._has_token:
             self._secret = _salt_secret(secret)
+        self.names_secret = names_secret
+        fixed = self._fixed
+        of_file = {one: tenant for one, tenant in self._by_digest.items() if one not in fixed}
+        self._name_keys()
+        self._index(of_file)
+
+    def _name_keys(self) -> None:
+        """Name the tenants of `api_keys`. Without the secret, an id is no help to guess a key."""
+        ids = {key: self._id_of_own_key(key) for key in self._keys}
+        self._fixed = {_digest(key): Tenant(name) for key, name in ids.items()}
+        names = {name: f"key {number}" for number, name in enumerate(ids.values(), 1)}
+        self._names = {PUBLIC_ID: PUBLIC_ID} | names
+        self._renamed = {id_of_key(key): name for key, name in ids.items()}
+
+    def _id_of_own_key(self, api_key: str) -> str:
+        return hmac.digest(self.names_secret, _digest(api_key), "sha256").hex()[:16]
+
+    def current_id(self, tenant_id: str) -> str:
+        """The present id of a tenant in a journal."""
+        return self._renamed.get(tenant_id, tenant_id) if self.is_closed else tenant_id
 
     def replace(self, entries: Sequence[KeyEntry]) -> KeysChange:
         """Replace the keys of the file. Raises `ConfigError`, and then nothing has changed."""
-        by_digest = dict(self._fixed)
+        of_file: dict[bytes, Tenant] = {}
         for entry in entries:
             digest = bytes.fromhex(entry.sha256)
             if digest in self._fixed:
                 raise ConfigError(f"{self.path}: the key of {entry.id} is also in `api_keys`")
-            by_digest[digest] = entry.tenant()
+            of_file[digest] = entry.tenant()
         before = self._by_id
-        self._by_digest = by_digest
-        self._by_id = after = {one.id: (digest, one) for digest, one in by_digest.items()}
+        after = self._index(of_file)
         both = [name for name in after if name in before]
         return KeysChange(
             added=[name for name in after if name not in before],
@@ -271,6 +294,12 @@ class TenantTable:
             rekeyed=[name for name in both if before[name][0] != after[name][0]],
             changed=[name for name in both if before[name][1] != after[name][1]],
         )
+
+    def _index(self, of_file: Mapping[bytes, Tenant]) -> Mapping[str, tuple[bytes, Tenant]]:
+        """Index all tenants, by their digests and ids."""
+        self._by_digest = by_digest = {**self._fixed, **of_file}
+        self._by_id = {one.id: (digest, one) for digest, one in by_digest.items()}
+        return self._by_id
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(list(self._by_digest.values()))

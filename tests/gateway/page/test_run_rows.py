@@ -182,7 +182,7 @@ def test_a_tenant_without_a_name_has_no_digest_of_its_key() -> None:
     assert opened.name_of(id_of_key("sk-1")) == "key “any”"
     assert opened.name_of("other") == "key “any”"
     closed = TenantTable(CoreConfig(api_keys=("k1", "k2")))
-    assert closed.name_of(id_of_key("k2")) == "key 2"
+    assert closed.name_of(closed.of_key("k2").id) == "key 2"
     assert closed.name_of("alice") == "alice"
 
 

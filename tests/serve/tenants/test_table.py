@@ -15,11 +15,26 @@ def test_each_api_key_is_a_tenant() -> None:
     assert table.is_closed
     alpha, beta = table.of_key("alpha"), table.of_key("beta")
     assert alpha != beta
-    assert alpha == Tenant(id_of_key("alpha")) == table.find(alpha.id)
+    assert alpha == Tenant(alpha.id) == table.find(alpha.id)
     assert "alpha" not in alpha.id
+    assert alpha.id != id_of_key("alpha")  # A digest alone would help to guess a short key.
     for wrong in (None, "", "gamma", "alph", "\ud800"):
         with pytest.raises(AuthenticationFailed):
             table.of_key(wrong)
+
+
+def test_ids_of_keys_need_the_servers_secret_and_outlive_a_new_token() -> None:
+    first, again, other = (
+        TenantTable(CoreConfig(api_keys=("alpha",), cluster_token=token))
+        for token in ("t", "t", "u")
+    )
+    name = first.of_key("alpha").id
+    assert again.of_key("alpha").id == name
+    assert other.of_key("alpha").id != name
+    other.restored(b"", first.names_secret)  # The journal keeps the first secret.
+    assert other.of_key("alpha").id == name
+    assert other.find(name) is not None
+    assert other.current_id(id_of_key("alpha")) == name  # As in journals of older versions.
 
 
 def test_without_keys_whoever_makes_up_one_is_a_tenant() -> None:
@@ -55,9 +70,9 @@ def test_without_a_cluster_token_salts_are_the_journals() -> None:
     tables = [TenantTable(CoreConfig()) for _ in range(2)]
     assert tables[0].cache_salt("public") != tables[1].cache_salt("public")
     for table in tables:
-        table.restored(b"the journal's")
+        table.restored(b"the journal's", b"of names")
     assert tables[0].cache_salt("public") == tables[1].cache_salt("public")
     configured = TenantTable(CoreConfig(cluster_token="secret"))
     before = configured.cache_salt("public")
-    configured.restored(b"the journal's")
+    configured.restored(b"the journal's", b"of names")
     assert configured.cache_salt("public") == before
