@@ -19,14 +19,17 @@ from tests.support.programs import program
 
 FOLDER = Path(__file__).parents[2] / "docs/page"
 MADE_WITH = FOLDER / "made_with.json"
-# Each screen, its address, and an element that is there when it is drawn.
+# Each screen, its address, and elements that are there when it is drawn.
 SCREENS = {
-    "runs": ("", "table.runs"),
-    "run": (f"run/{scene.RUN}/why", ".cutline"),
-    "playground": ("playground", ".code pre"),
-    "engines": ("engines", ".tree"),
-    "tenants": ("tenants", "tbody tr"),
-    "events": ("events", ".events"),
+    "runs": ("", ("table.runs", ".spark", ".pip")),
+    "run": (
+        f"run/{scene.RUN}/why",
+        (".cutline", "pre >> text=Keep it light", "dd >> text=4.1 s on engine-1", ".pip"),
+    ),
+    "playground": ("playground", (".code pre", "select >> text=qwen3-8b", ".pip")),
+    "engines": ("engines", (".tree", ".spark", ".pip")),
+    "tenants": ("tenants", ("tbody tr", ".pip")),
+    "events": ("events", (".events", "text=Resume")),
 }
 SIZES = {"desktop": 1440, "phone": 390}
 _COLOURS = 256
@@ -56,8 +59,8 @@ async def pictures(browser: Browser) -> AsyncIterator[tuple[str, Image.Image]]:
             for screen, (view, drawn) in SCREENS.items():
                 is_sheet = screen == "run" and size == "phone"
                 await stage.goto(view.removesuffix("/why") if is_sheet else view)
-                await stage.page.locator(".node" if is_sheet else drawn).first.wait_for()
-                await stage.page.wait_for_load_state("networkidle")
+                for element in (".node", ".pip") if is_sheet else drawn:
+                    await stage.page.locator(element).first.wait_for(state="attached")
                 png = await stage.page.screenshot(animations="disabled", caret="hide")
                 yield f"{screen}_{size}_{scheme}", reduced(png)
             await stage.page.context.close()

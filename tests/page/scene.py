@@ -562,7 +562,8 @@ def placement() -> Rows:
         *(("summarize", "engine-1", 70, 40, 20.0, None) for _ in range(3)),
     ]
     for number, (func, engine, prompt, computed, age, costs) in enumerate(placed):
-        rows[f"decision:{RUN}:{number}:0"] = {
+        request_id = 13 - number  # The last decision is that of the call `why`.
+        rows[f"decision:{RUN}:{request_id}:0"] = {
             "at": NOW - age,
             "session": RUN,
             "func": func,

@@ -210,6 +210,14 @@ async def test_the_first_sentence_says_where_the_time_went(stage: Stage) -> None
     ]
 
 
+async def test_many_calls_after_each_other_are_counted(stage: Stage) -> None:
+    stage.answers["sessions/9"] = scene.large_run(300)
+    await stage.goto("run/9")
+    sentence = stage.page.locator(".blame p").last
+    await expect(sentence).to_contain_text("were spent in 8 calls one after the other.")
+    await expect(sentence).to_contain_text("passed in your program, mostly after its last call")
+
+
 async def test_the_prompt_is_shown_as_the_model_saw_it(stage: Stage) -> None:
     await stage.goto(f"{RUN}/why")
     prompt = stage.page.locator(".prompt")
@@ -220,6 +228,7 @@ async def test_the_prompt_is_shown_as_the_model_saw_it(stage: Stage) -> None:
         f"user, on\n\nNotes of the editor: {scene.NOTES}\n\nWhy? Answer in two sentences.",
         f"output\n{scene.WHY}",
     ]
+    await stage.page.locator("dd >> text=2.9 s on engine-0, 4.1 s on engine-1").wait_for()
     inputs = await stage.page.locator(".io > :first-child .val .mono").all_inner_texts()
     assert inputs == ["text", "verdict", "notes"]
 

@@ -4,6 +4,7 @@ import { seconds, share } from "./format.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
 const MAX_NAMED = 3;
+const MOST = 0.6; // Functions with less of the calls' time are not told alone.
 const MANY = 40; // With more segments, the bar has no gaps.
 
 /** A name in a sentence that opens the call. */
@@ -44,34 +45,18 @@ function mainCalls(graph, segments) {
 
 const sumOf = (segments) => segments.reduce((sum, { from, to }) => sum + (to - from), 0);
 
-export function Blame({ graph, wall, failure, onOpen, isLive }) {
+export function Blame({ graph, wall, failure, onOpen }) {
   const { total, segments } = wall;
   const told = useMemo(() => mainCalls(graph, segments), [segments]);
   if (!segments.length) return null;
   const gaps = segments.filter(({ kind }) => kind === "program");
   const queues = segments.filter(({ kind }) => kind === "queue");
   const running = segments.find(({ kind }) => kind === "running");
-  const main = told.reduce((sum, one) => sum + one.sum, 0);
   return (
     <section class="card blame" aria-label="Where the time went">
       {failure && <Failure failure={failure} graph={graph} onOpen={onOpen} />}
       <p>
-        {told.length > 0 && (
-          <>
-            <b>{share(main, total)}</b> of {seconds(total)}{" "}
-            {told.length > 1 || !isLive ? "were" : "was"} spent in{" "}
-            <span class="crit">
-              {told.map((one, i) => (
-                <span key={one.id}>
-                  {i > 0 && " → "}
-                  <CallName graph={graph} id={one.id} onOpen={onOpen} kind="as-name crit" />
-                  {one.number > 1 && ` ×${one.number}`}
-                </span>
-              ))}
-            </span>
-            .{" "}
-          </>
-        )}
+        {told.length > 0 && <Main {...{ told, segments, total, graph, onOpen }} />}
         {sumOf(gaps) / total >= TELL && (
           <Gaps gaps={gaps} total={total} graph={graph} onOpen={onOpen} />
         )}
@@ -87,6 +72,38 @@ export function Blame({ graph, wall, failure, onOpen, isLive }) {
       </p>
       <Wall segments={segments} total={total} graph={graph} onOpen={onOpen} />
     </section>
+  );
+}
+
+/** Which calls took the time: by their functions, or by their number if there are many. */
+function Main({ told, segments, total, graph, onOpen }) {
+  const calls = segments.filter(({ kind }) => kind === "call");
+  const main = told.reduce((sum, one) => sum + one.sum, 0);
+  const open = (id) => <CallName graph={graph} id={id} onOpen={onOpen} kind="as-name crit" />;
+  if (main < MOST * sumOf(calls)) {
+    const longest = calls.reduce((a, b) => (b.to - b.from > a.to - a.from ? b : a));
+    return (
+      <>
+        <b>{share(sumOf(calls), total)}</b> of {seconds(total)} were spent in {calls.length} calls
+        one after the other. {open(longest.id)} took the longest,{" "}
+        {seconds(longest.to - longest.from)}.{" "}
+      </>
+    );
+  }
+  return (
+    <>
+      <b>{share(main, total)}</b> of {seconds(total)} {told.length > 1 ? "were" : "was"} spent in{" "}
+      <span class="crit">
+        {told.map((one, i) => (
+          <span key={one.id}>
+            {i > 0 && " → "}
+            {open(one.id)}
+            {one.number > 1 && ` ×${one.number}`}
+          </span>
+        ))}
+      </span>
+      .{" "}
+    </>
   );
 }
 
@@ -107,6 +124,8 @@ function Gaps({ gaps, total, graph, onOpen }) {
           <CallName graph={graph} id={before.call} onOpen={onOpen} />
         </>
       )}
+      {longest.isLast &&
+        (gaps.length > 1 ? ", mostly after its last call" : ", after its last call")}
       .{" "}
     </>
   );

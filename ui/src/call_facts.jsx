@@ -1,5 +1,7 @@
 // Times, attempts and details of a call.
 import { Fragment } from "preact";
+import { useEffect, useState } from "preact/hooks";
+import { readOnce } from "./api.js";
 import { count, plural, seconds, share } from "./format.js";
 import { CopyButton } from "./parts.jsx";
 import { looks } from "./states.js";
@@ -101,8 +103,33 @@ const SAMPLING_NAMES = {
   repetition_penalty: "repetition penalty",
 };
 
+/** The seconds that the scheduler predicted for each engine, if the decision is a recent one. */
+function usePrediction(call, run) {
+  const [compared, setCompared] = useState([]);
+  const wasPlaced = call.started_s != null && call.engine !== null;
+  useEffect(() => {
+    if (!wasPlaced) return undefined;
+    let isOver = false;
+    readOnce("placement").then(
+      (rows) => {
+        const key = [...rows.keys()].find((name) =>
+          name.startsWith(`decision:${run.id}:${call.request_id}:`),
+        );
+        if (!isOver && key) setCompared(rows.get(key).compared ?? []);
+      },
+      () => {}, // It is not shown.
+    );
+    return () => {
+      isOver = true;
+    };
+  }, [run.id, call.request_id, wasPlaced]);
+  return compared
+    .map((one) => `${one.seconds === null ? "no room" : seconds(one.seconds)} on ${one.engine}`)
+    .join(", ");
+}
+
 /** `[name, value]` of what is known of a call. */
-function factsOf(call, source, variable, run) {
+function factsOf(call, source, predicted, variable, run) {
   const prompt = call.cached_tokens + call.computed_tokens;
   const cached = `${share(call.cached_tokens, prompt)} from the KV cache`;
   const ends = { length: ", ended by the maximum", stop: ", ended by itself" };
@@ -115,6 +142,7 @@ function factsOf(call, source, variable, run) {
     ["Prompt", prompt > 0 && `${count(prompt)} tokens, ${cached}`],
     ["Output", call.output_tokens > 0 && output],
     ["Sampling", sampling.join(", ")],
+    ["Predicted", predicted],
     ["Attempts", call.attempts > 1 && call.attempts],
     ["Goal", call.criteria],
     ["Request", `${run.id}/${call.request_id}`],
@@ -123,6 +151,7 @@ function factsOf(call, source, variable, run) {
 }
 
 export function Facts({ call, source, row, variable, run }) {
+  const predicted = usePrediction(call, run);
   return (
     <section>
       <div class="row">
@@ -135,7 +164,7 @@ export function Facts({ call, source, row, variable, run }) {
         </span>
       </div>
       <dl class="facts2">
-        {factsOf(call, source, variable, run).map(([name, value]) => (
+        {factsOf(call, source, predicted, variable, run).map(([name, value]) => (
           <Fragment key={name}>
             <dt>{name}</dt>
             <dd>{value}</dd>

@@ -10,7 +10,7 @@ import { Panel } from "./panel.jsx";
 import { Bones, CopyButton, Notice, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { RunActions } from "./run_actions.jsx";
-import { nameOf, stateOf } from "./run_list.js";
+import { kindOf, nameOf, stateOf } from "./run_list.js";
 import { Calls, Variables } from "./tables.jsx";
 import { Timeline } from "./timeline.jsx";
 import { sharesOf, wallOf } from "./wall.js";
@@ -66,10 +66,10 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
   );
   const clock = useNow(isLive);
   const now = isLive ? clock - session.created_at : 0;
+  const end = isLive ? now : session.ended_at - session.created_at;
   const wall = useMemo(
-    () =>
-      wallOf(graph, rows, now, isLive && session.kind !== "API" && session.kind !== "conversation"),
-    [graph, rows, now],
+    () => wallOf(graph, rows, now, kindOf(session) === "API" ? null : end),
+    [graph, rows, end],
   );
   const shares = useMemo(() => sharesOf(wall), [wall]);
   const failure = useMemo(() => failureOf(graph, rows), [graph, rows]);
@@ -121,7 +121,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
         />
         <Notice feed={feed} />
         <Totals session={session} graph={graph} wall={wall} now={now} />
-        <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} isLive={isLive} />
+        <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} />
         {graph.calls.size >= MANY_CALLS && (
           <p class="notice">
             <Glyph state="queued" />
@@ -359,7 +359,7 @@ function Totals({ session, graph, wall, now }) {
   const all = session.calls ?? calls.length;
   const cached = session.cached_tokens ?? sum("cached_tokens");
   const prompt = session.prompt_tokens ?? cached + sum("computed_tokens");
-  const took = session.ended_at != null ? session.ended_at - session.created_at : wall.total || now;
+  const took = wall.total || now;
   const totals = [
     ["Time", seconds(took), ""],
     ["Calls", count(done), done === all ? "" : ` of ${count(all)}`],

@@ -44,7 +44,7 @@ export const isNow = (entry) => entry.state === "running" || entry.state === "wa
 
 /** Seconds from the begin to the end of a run; of an idle client's session they are not known. */
 export function wallSeconds(run, now) {
-  if (run.ended_at != null) return run.ended_at - run.created_at;
+  if (run.ended_at != null && kindOf(run) !== "API") return run.ended_at - run.created_at;
   return isNow({ state: stateOf(run) }) ? Math.max(0, now - run.created_at) : null;
 }
 

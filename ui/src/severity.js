@@ -2,11 +2,10 @@
 
 const SEEN = "parrot events seen"; // The Unix time of the newest serious event that was shown.
 const SERIOUS = new Set(["engine lost"]);
-const NOTICES = new Set(["call retried", "prefix left", "engine drains"]);
+const NOTICES = new Set(["call retried", "engine drains"]);
 
-export const severityOf = (event) =>
-  event.severity ??
-  (SERIOUS.has(event.kind) ? "serious" : NOTICES.has(event.kind) ? "notice" : "information");
+export const severityOf = ({ kind }) =>
+  SERIOUS.has(kind) ? "serious" : NOTICES.has(kind) ? "notice" : "information";
 
 const newestSerious = (rows) =>
   Math.max(

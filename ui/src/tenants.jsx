@@ -2,7 +2,7 @@
 import { useState } from "preact/hooks";
 import { rowsOf, useFeed } from "./api.js";
 import { count, dollars, seconds, share } from "./format.js";
-import { Glyph, Icon } from "./icons.jsx";
+import { Icon } from "./icons.jsx";
 import { Bones, Empty, Live, Notice, save, useSlow } from "./parts.jsx";
 import { useTitle } from "./route.js";
 import { Parts } from "./spark.jsx";
@@ -18,14 +18,10 @@ export function Tenants({ visitor, leave }) {
   const feed = useFeed("usage");
   const isSlow = useSlow(!feed.isLive && !feed.rows.size);
   const rows = rowsOf(feed.rows, "usage");
-  const limits = new Map(
-    rowsOf(feed.rows, "limit").map((row) => [row.tenant ?? row.key, row.limit_share]),
-  );
   const tenants = byUse(
     [...Map.groupBy(rows, (row) => row.tenant)].map(([tenant, functions]) => ({
       tenant,
       functions: byUse(functions),
-      limit: functions.find((row) => row.limit_share != null)?.limit_share ?? limits.get(tenant),
       ...sums(functions),
     })),
   );
@@ -98,7 +94,6 @@ function Table({ tenants }) {
     );
   const total = tenants.reduce((sum, tenant) => sum + tenant.service_s, 0);
   const hasCosts = tenants.some((tenant) => tenant.cost > 0);
-  const hasLimits = tenants.some((tenant) => tenant.limit != null);
   const isShared = tenants.length > 1;
   return (
     <div class="card table">
@@ -123,7 +118,6 @@ function Table({ tenants }) {
                 Engine time
               </th>
               {isShared && <th scope="col">Share</th>}
-              {hasLimits && <th scope="col">Of its limit</th>}
               {hasCosts && (
                 <th scope="col" class="n">
                   Cost
@@ -131,7 +125,7 @@ function Table({ tenants }) {
               )}
             </tr>
           </thead>
-          {tenants.map(({ tenant, functions, limit, ...sum }) => {
+          {tenants.map(({ tenant, functions, ...sum }) => {
             const isOpen = open.has(tenant);
             const part = total ? Math.round((100 * sum.service_s) / total) : 0;
             return (
@@ -162,7 +156,6 @@ function Table({ tenants }) {
                       <span class="dim">{part} %</span>
                     </td>
                   )}
-                  {hasLimits && <td>{limit != null && <Limit part={limit} />}</td>}
                   {hasCosts && <td class="n">{dollars(sum.cost)}</td>}
                 </tr>
                 {isOpen &&
@@ -171,7 +164,6 @@ function Table({ tenants }) {
                       <td class="inner">{row.function}</td>
                       <Numbers row={row} isDim />
                       {isShared && <td />}
-                      {hasLimits && <td />}
                       {hasCosts && <td class="n dim">{dollars(row.cost)}</td>}
                     </tr>
                   ))}
@@ -181,29 +173,6 @@ function Table({ tenants }) {
         </table>
       </div>
     </div>
-  );
-}
-
-/** The used part of a tenant's strictest limit. */
-function Limit({ part }) {
-  const percent = Math.round(100 * part);
-  const drawn = Math.min(100, percent);
-  const isFull = percent >= 100;
-  return (
-    <>
-      <Parts
-        kind="share"
-        parts={[
-          [isFull ? "over" : "fg", drawn],
-          ["bg", 100 - drawn],
-        ]}
-        label={`${percent} % of its limit`}
-      />
-      <span class={isFull ? "st queued" : "dim"}>
-        {isFull && <Glyph state="queued" />}
-        {isFull ? "at its limit" : `${percent} %`}
-      </span>
-    </>
   );
 }
 

@@ -82,8 +82,8 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   const isRunning = [...graph.calls.values()].some((call) => call.state === "running");
   const ticks = ticksOf(last, width - left);
   const step = ticks[1] ?? last;
-  // While calls run, the scale changes only from tick to tick.
-  const length = isRunning ? Math.ceil(last / step + 0.2) * step : last * 1.02;
+  // While calls run, the scale changes only in steps of half a tick.
+  const length = isRunning ? (Math.ceil((2 * last) / step + 0.2) * step) / 2 : last * 1.02;
   const x = (time) => left + (time / length) * (width - left - right);
   let y = TOP;
   const drawn = [...lanes].map(([name, items]) => {

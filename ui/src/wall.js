@@ -9,11 +9,11 @@ const MAX_SEGMENTS = 200; // More calls than this are told, but not drawn one by
  * @param {object} graph
  * @param {Map<string, object>} rows of the run's feed
  * @param {number} now seconds since the run began
- * @param {boolean} isLive whether the program may still call
+ * @param {?number} end seconds until which the program may have called; null: it is no program
  * @returns {{total: number, segments: object[], path: Map<string, string>}} segments from left to right:
  *   `{kind, from, to, id, before}`, with the kinds `call`, `running`, `queue` and `program`
  */
-export function wallOf(graph, rows, now, isLive) {
+export function wallOf(graph, rows, now, end) {
   const path = criticalPath(graph);
   const segments = [];
   let at = 0;
@@ -37,7 +37,7 @@ export function wallOf(graph, rows, now, isLive) {
   const isBusy = [...graph.calls.values()].some(
     (call) => call.state === "running" || call.state === "queued",
   );
-  if (isLive && !isBusy && segments.length) add("program", now, {});
+  if (end !== null && !isBusy && segments.length) add("program", end, { isLast: true });
   return { total: at, segments: segments.slice(-MAX_SEGMENTS), path };
 }
 
