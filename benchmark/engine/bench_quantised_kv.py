@@ -1,6 +1,7 @@
-"""What outputs lose by KV in e4m3, on a CPU: logits of given texts, and greedy outputs.
+"""What outputs lose by KV or weights in e4m3, on a CPU: logits of texts, and greedy outputs.
 
-    python -m benchmark.engine.bench_quantised_kv [--output FILE.json]
+    python -m benchmark.engine.bench_quantised_kv [--models embedded] [--variants "bfloat16" ...]
+        [--output FILE.json]
 
 The embedded model reads pages of docs/, models with random weights read random tokens. `logits`:
 of all positions of a text, against the same model in float32; KL divergences in nats. `greedy`: 48
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,13 +27,21 @@ from parrot.engine.attention.work_list import StepRows, plan_work
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.fp8 import Fp8Matrix
+from parrot.engine.models.packed import Weights
 from parrot.engine.models.tensors import tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.runner_driver import Driver
 
 Row = dict[str, Any]
-Variant = tuple[torch.dtype, bool]  # quantised or not
+
+
+class Variant(NamedTuple):
+    dtype: torch.dtype
+    quantised: bool = False  # The KV.
+    weights: Weights = Weights.PLAIN
+
 
 PAGES = (
     "internals/architecture",
@@ -44,11 +53,12 @@ PAGES = (
 )
 NUM_TEXT, NUM_PROMPTS, NUM_OUTPUT, BLOCK_SIZE = 512, 16, 48, 16
 CPU = torch.device("cpu")
-EXACT: Variant = (torch.float32, False)
-VARIANTS: dict[str, Variant] = {
-    "float32, KV e4m3": (torch.float32, True),
-    "bfloat16": (torch.bfloat16, False),
-    "bfloat16, KV e4m3": (torch.bfloat16, True),
+EXACT = Variant(torch.float32)
+VARIANTS = {
+    "float32, KV e4m3": Variant(torch.float32, True),
+    "bfloat16": Variant(torch.bfloat16),
+    "bfloat16, KV e4m3": Variant(torch.bfloat16, True),
+    "bfloat16, weights e4m3": Variant(torch.bfloat16, False, Weights.E4M3),
 }
 _RANDOM = {
     "hidden_size": 512,
@@ -68,9 +78,9 @@ RANDOM = {
 
 @dataclass(frozen=True)
 class Subject:
-    """`load` gives the model in a type; `texts` are what it reads."""
+    """`load` gives the model of a variant; `texts` are what it reads."""
 
-    load: Callable[[torch.dtype], Decoder]
+    load: Callable[[Variant], Decoder]
     texts: list[list[int]]
 
 
@@ -79,7 +89,7 @@ def embedded() -> Subject:
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in PAGES]
     texts = [tokenizer.encode(page).ids[:NUM_TEXT] for page in pages]
-    return Subject(lambda dtype: load_decoder(checkpoint, dtype, CPU), texts)
+    return Subject(lambda v: load_decoder(checkpoint, v.dtype, CPU, weights=v.weights), texts)
 
 
 def random_model(config: dict[str, Any]) -> Subject:
@@ -96,7 +106,19 @@ def random_model(config: dict[str, Any]) -> Subject:
 
     numbers = random.Random(0)
     texts = [numbers.choices(range(spec.vocab_size), k=NUM_TEXT) for _ in PAGES]
-    return Subject(lambda dtype: Decoder(spec, partial(take, dtype=dtype), dtype, CPU), texts)
+
+    def load(variant: Variant) -> Decoder:
+        own = partial(take, dtype=variant.dtype)
+        packed = (
+            (lambda name: Fp8Matrix.of(own(name))) if variant.weights is Weights.E4M3 else _none
+        )
+        return Decoder(spec, own, variant.dtype, CPU, take_packed=packed)
+
+    return Subject(load, texts)
+
+
+def _none(_: str) -> None:
+    return None
 
 
 @torch.inference_mode()
@@ -131,15 +153,15 @@ def compare_logits(exact: torch.Tensor, other: torch.Tensor, text: list[int]) ->
     }
 
 
-def bench_logits(subject: Subject) -> dict[str, Row]:
+def bench_logits(subject: Subject, variants: list[str]) -> dict[str, Row]:
     found: dict[str, Row] = {}
-    model = subject.load(torch.float32)
+    model = subject.load(EXACT)
     expected = [logits_of(model, text, False) for text in subject.texts]
     spread = float(torch.stack([logits.std() for logits in expected]).mean())
-    for name, (dtype, quantised) in VARIANTS.items():
-        model = subject.load(dtype)
+    for name in variants:
+        model = subject.load(VARIANTS[name])
         rows = [
-            compare_logits(exact, logits_of(model, text, quantised), text)
+            compare_logits(exact, logits_of(model, text, VARIANTS[name].quantised), text)
             for exact, text in zip(expected, subject.texts, strict=True)
         ]
         found[name] = {
@@ -159,7 +181,7 @@ def greedy(model: Decoder, prompts: list[list[int]], quantised: bool) -> list[li
     return driver.generate([driver.context(prompt) for prompt in prompts], NUM_OUTPUT)
 
 
-def bench_greedy(subject: Subject) -> dict[str, Row]:
+def bench_greedy(subject: Subject, variants: list[str]) -> dict[str, Row]:
     """Prompts of 40 to 220 tokens out of the texts."""
     numbers = random.Random(1)
     prompts = []
@@ -168,10 +190,10 @@ def bench_greedy(subject: Subject) -> dict[str, Row]:
         first = numbers.randrange(len(text) - length + 1)
         prompts.append(text[first : first + length])
     prompts.sort(key=len, reverse=True)
-    expected = greedy(subject.load(EXACT[0]), prompts, EXACT[1])
+    expected = greedy(subject.load(EXACT), prompts, EXACT.quantised)
     found: dict[str, Row] = {}
-    for name, (dtype, quantised) in VARIANTS.items():
-        outputs = greedy(subject.load(dtype), prompts, quantised)
+    for name in variants:
+        outputs = greedy(subject.load(VARIANTS[name]), prompts, VARIANTS[name].quantised)
         firsts = [
             next((i for i in range(NUM_OUTPUT) if a[i] != b[i]), NUM_OUTPUT)
             for a, b in zip(expected, outputs, strict=True)
@@ -186,6 +208,7 @@ def bench_greedy(subject: Subject) -> dict[str, Row]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", default=["embedded", *RANDOM])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -194,7 +217,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.uses(name, RANDOM.get(name, name))
         subject = random_model(RANDOM[name]) if name in RANDOM else embedded()
         for key, bench in (("logits", bench_logits), ("greedy", bench_greedy)):
-            for variant, row in bench(subject).items():
+            for variant, row in bench(subject, args.variants).items():
                 report.add(key, {"model": name, "variant": variant} | row)
 
 

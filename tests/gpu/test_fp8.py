@@ -29,8 +29,8 @@ def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    # Sums of products of e4m3 have 14 bits on Hopper.
-    bound = ROUNDING * expected.abs() + 2**-11 * expected.abs().amax(1, keepdim=True)
+    # Hopper sums products of e4m3 with 14 bits, so an error grows with the number of inputs.
+    bound = ROUNDING * (expected.abs() + expected.abs().amax(1, keepdim=True))
     assert bool(((found.double() - expected).abs() <= bound).all()), (
         (found.double() - expected).abs() / bound
     ).max()
