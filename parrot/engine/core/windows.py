@@ -100,9 +100,11 @@ class WindowedTree(ContextTree):
         self, context: Context, end: int, step_end: int | None = None
     ) -> tuple[BlockCopy, ...] | None:
         """Also attach and hold the slots of the blocks that the next step reads or writes."""
-        stop = self.pool.blocks_for(end if step_end is None else step_end)
-        before = context.window
-        if before and stop <= before.stop and not self.must_copy(context):
+        size, before = self.block_size, context.window
+        stop = -(-(end if step_end is None else step_end) // size)
+        if stop <= before.stop and context.num_computed // size >= context.owned_from:
+            if end <= len(context.block_ids) * size:
+                return ()  # Most generated tokens take this path.
             return super().reserve(context, end)
         window = self._hold_written(context, stop)
         tail = context.num_computed // self.block_size

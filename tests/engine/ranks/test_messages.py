@@ -46,7 +46,7 @@ def sequence(
 
 
 PLANS = [
-    StepPlan((), (BlockCopy(1, 2, 3), BlockCopy(4, 5, 1))),
+    StepPlan((), (BlockCopy(1, 2, 3, 7, 8), BlockCopy(4, 5, 1)), ((2, 8), (6, 3))),
     StepPlan((sequence(1, 9, 1), sequence(2, 6, 1, sampled=False), sequence(3, 8, 1))),
     StepPlan((sequence(1, 10, 1), sequence(2, 7, 1, sampled=False), sequence(3, 9, 1))),
     StepPlan((sequence(4, 0, 17), sequence(1, 11, 1)), (BlockCopy(8, 9, 2),)),
@@ -70,9 +70,11 @@ def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
     for plan in PLANS:
         inputs = builder.build(plan)
         work = work_of(inputs)
-        told = RankStep(plan.copies, inputs, work, StepReads.of(plan.sequences), plan is PLANS[1])
+        reads, changes = StepReads.of(plan.sequences), plan.slot_changes
+        told = RankStep(plan.copies, inputs, work, reads, plan is PLANS[1], slot_changes=changes)
         read = reader.step(writer.message(told))
         assert read.copies == plan.copies
+        assert read.slot_changes == changes
         assert read.needs_logits == told.needs_logits
         assert same(work, read.work)
         for name in ("starts", "q_lens") + (("tables",) if with_tables else ()):
@@ -99,7 +101,9 @@ def test_others_read_of_transfers() -> None:
     far = 3 * 2**31 + 5
     for told in (
         RankTransfers(),
-        RankTransfers((Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,)))),
+        RankTransfers(
+            (Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,), True))
+        ),
         RankTransfers((), (1, 2), (4,)),
         RankTransfers((Transfer(far, True, (), ()),), (far,), (far, 1)),
     ):

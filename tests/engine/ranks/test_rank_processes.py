@@ -128,6 +128,22 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
     assert {*children(os.getpid())} == before
 
 
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])
+async def test_two_processes_have_the_same_window_slots(tmp_path: Path, family: str) -> None:
+    """With so few slots that windows are lost, copied to CPU memory and loaded again."""
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 20}
+    folder = make_tiny_model(tmp_path / "model", family, overrides=sizes)
+    async with engine(config(folder, 1, num_window_slots=0)) as alone:
+        want = await outputs(alone)
+    slots = {"num_window_slots": 9, "host_kv_gb": 0.1}
+    async with engine(config(folder, 2, **slots)) as divided:
+        info = divided.runtime_info()
+        assert info.window_slots is not None
+        assert (info.num_ranks, info.window_slots.num_slots) == (2, 9)
+        assert await outputs(divided) == want
+        assert divided.runtime_info().host_tier.stored_bytes > 0
+
+
 def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
     """What rank 0 waits for ends with it."""
     before = {*children(os.getpid())}
