@@ -67,7 +67,7 @@ class RemoteServer:
     def _answer(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Any
     ) -> http.client.HTTPResponse:
-        headers = dict(self.headers)
+        headers = {"User-Agent": "parrot", **self.headers}
         raw = None if body is None else json.dumps(body).encode()
         if raw is not None:
             headers["Content-Type"] = "application/json"

@@ -95,13 +95,13 @@ def _engine_table(engines: Iterable[Row]) -> Table:
     numbers = _right("running", "KV tokens", "KV used", "step ms")
     table = _table("engine", "state", "model", *numbers)
     for row in engines:
-        used, room = row.get("used_tokens", 0), row.get("tokens_capacity", 0)
+        used, room = row.get("used_tokens", 0), row.get("tokens_capacity")
         table.add_row(
             _text(row.get("engine_name")),
             _state(row),
             _text(row.get("model")),
-            str(row.get("num_running", 0)),
-            f"{used} / {room}",
+            _text(row.get("num_running")),
+            "" if room is None else f"{used} / {room}",  # Tenants see no loads of engines.
             f"{used / room:.0%}" if room else "",
             _text(row.get("step_ms")),
         )

@@ -1,5 +1,6 @@
 """`parrot chat`, `top`, `trace` and `doctor` against real servers with simulated engines."""
 
+import io
 import json
 import os
 import subprocess
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from parrot.cli.page_feed import PageFeed
+from parrot.cli.top import screen
 from parrot.cli.word_wrap import WordWrap
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
@@ -70,6 +73,10 @@ def test_a_question_and_a_conversation(cluster: Cluster) -> None:
     assert "(The answer reached its maximum length. --max-tokens is 4.)" in one.stderr
     many = parrot("chat", *core, "--system", "Be brief.", stdin="a\n\nb\n/new\nc\n/exit\nd\n")
     assert many.returncode == 0, many.stderr
+    rows = PageFeed(cluster.core_url, None, None).now("overview").values()
+    chats = [row for row in rows if row.get("kind") == "API"]
+    assert {row["app"] for row in chats} == {"parrot"}
+    assert {"hello", "b", "c"} <= {row["words"] for row in chats}
     listing = parrot("trace", "last", "--core", cluster.core_url, "--output_dir", os.devnull)
     assert listing.returncode == 1
     assert "--output-dir names another folder" in listing.stderr
@@ -84,6 +91,14 @@ def test_top_prints_what_there_is(cluster: Cluster) -> None:
     assert "engines: 1" in result.stdout
     assert "simulated" in result.stdout
     assert "jokes" in result.stdout
+
+
+def test_top_shows_tenants_no_loads_of_engines() -> None:
+    engine = {"engine_name": "e0", "model": "m", "is_draining": False}
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(screen({"engine:0": engine}, None))
+    (line,) = [line for line in console.export_text().splitlines() if "e0" in line]
+    assert line.split() == ["e0", "serving", "m"]
 
 
 def test_q_leaves_top_and_all_columns_fit(cluster: Cluster) -> None:
