@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 from pydantic import BaseModel, Field
@@ -33,6 +33,11 @@ class Age(BaseModel):
 @P.semantic_function()
 def tell(text: P.Input) -> P.Returns[str]:
     """Tell {{text}} {{told}}"""
+
+
+@P.semantic_function()
+def careful_tell(text: P.Input) -> P.Returns[str]:
+    """Carefully tell {{text}} {{told}}"""
 
 
 @P.semantic_function(retries=2)
@@ -379,3 +384,33 @@ def test_contexts_are_kept_by_calls_that_are_made_once(vm: P.VirtualMachine) -> 
         tell.invoke_statefully(age, "Ada")
         with pytest.raises(InvalidRequest, match="keeps no context"):
             age("Bob")
+
+
+def test_a_retry_reaches_the_engine_although_results_are_reused(engine: FakeEngine) -> None:
+    """Otherwise each attempt of a greedy call would get the same invalid text."""
+
+    @P.semantic_function(retries=1)
+    def greedy(
+        text: P.Input,
+    ) -> Annotated[P.Returns[Age], P.SamplingConfig(temperature=0, max_gen_length=20)]:
+        """Age of {{text}} {{age}}"""
+
+    say(engine, BAD, GOOD)
+    with machine_with(engine) as vm, vm.running_scope():
+        assert greedy("Ada").get() == Age(years=36)
+    assert len(engine.prompts) == 2
+
+
+def test_a_cancelled_call_does_not_go_to_its_fallback(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    engine.script = Script(hang_after=0)
+    with vm.running_scope():
+        var = tell.with_options(retries=2, fallback=careful_tell)("x")
+        while not engine.requests:
+            time.sleep(0.01)
+        var.cancel()
+        with pytest.raises(Cancelled):
+            var.get(timeout=20)
+        time.sleep(0.2)
+        assert len(engine.prompts) == 1

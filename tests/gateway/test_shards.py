@@ -18,7 +18,7 @@ from starlette.testclient import TestClient
 from starlette.types import Message, Receive, Scope, Send
 
 from parrot.cluster.ports import free_port
-from parrot.gateway.shards import Forwarding
+from parrot.gateway.shards import Forwarding, ShardLoad
 from parrot.protocol.answers import create_base_app, own_layers
 from parrot.protocol.bodies import BodyBudget
 from parrot.protocol.engine_api import RegisterRequest
@@ -335,3 +335,30 @@ def test_one_that_is_alone_knows_nothing_of_shards() -> None:
     for number in range(200):
         ALONE.require_session(number)
     ALONE.require_token("token.3")
+
+
+async def test_a_load_that_a_client_claims_is_not_forwarded() -> None:
+    """It would make the other shard decline or accept the client's sessions."""
+    loads: list[list[str]] = []
+
+    async def receive_all(request: web.Request) -> web.Response:
+        loads.append(request.headers.getall("x-parrot-load"))
+        return web.Response(text="done")
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        raise ElsewhereError(0, may_stay=True)
+
+    async def send(message: Message) -> None: ...
+
+    other = web.Application()
+    other.router.add_post("/", receive_all)
+    async with TestServer(other) as server:
+        own = ShardLoad(3, 5, 7)
+        forwarding = Forwarding(app, [str(server.make_url(""))], lambda: own)
+        scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b""}
+        scope |= {"headers": [(b"x-parrot-load", b"0 0 0")], "request_id": "r"}
+        scope |= {"app": of_budget(2**18)}
+        await forwarding(scope, told_once({"type": "http.request", "body": b"{}"}), send)
+        await forwarding.close()
+    assert loads == [["3 5 7"]]

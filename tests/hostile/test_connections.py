@@ -205,6 +205,20 @@ async def test_bodies_in_flight_are_bounded_together_and_given_back(site: Site) 
             assert large == {"text": "800000"}
 
 
+async def test_chunked_bodies_count_as_well(site: Site) -> None:
+    chunk = b"%x\r\n%b\r\n" % (100_000, b" " * 100_000)
+    _, first = await site.connect()
+    first.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 8)
+    await first.drain()
+    async with HttpClient(site.url) as http:
+        with pytest.raises(Unavailable, match="too many large requests"):
+            await until_refused(lambda: http.request("POST", "/size", body={"text": "x" * 800_000}))
+        first.close()
+        await site.gone(1)
+        large = await http.request("POST", "/size", body={"text": "x" * 800_000})
+        assert large == {"text": "800000"}
+
+
 async def until_refused(ask: Callable[[], Awaitable[object]]) -> None:
     async with asyncio.timeout(20):
         while True:

@@ -548,3 +548,20 @@ async def test_a_journal_that_cannot_be_written_to_its_end_does_not_hold_the_pro
         journal.append("1", "b", {"text": "x" * 10_000})
         await journal.close()
     assert read(tmp_path / "j") == []
+
+
+def test_an_epoch_grows_although_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise engines would refuse the ServeCore that has started again."""
+    path = str(tmp_path / "j")
+    epochs = []
+    for hours in (0, -24, -1, 5):
+        now_ms = 1_800_000_000_000 + hours * 3_600_000
+        with monkeypatch.context() as patch:
+            patch.setattr("parrot.journal.sqlite._now_ms", lambda now_ms=now_ms: now_ms)
+            file = JournalFile(path, SIZE)
+        epochs.append(file.epoch)
+        file.close()
+    assert epochs == sorted(set(epochs))
+    assert epochs[:2] == [1_800_000_000_000, 1_800_000_000_001]

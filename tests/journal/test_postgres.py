@@ -328,3 +328,33 @@ async def test_what_is_no_journal_of_this_version_is_refused_without_its_passwor
         monkeypatch.delitem(sys.modules, module)
     with pytest.raises(ConfigError, match=r"pip install -e '.*\[postgres\]'"):
         await serve_in_turn(CoreConfig(journal=address))
+
+
+async def test_a_lease_counts_from_the_question_not_from_the_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may have counted from the question, and have given the lease away meanwhile."""
+    now = 100.0
+
+    class SlowServer:
+        rowcount = 1
+
+        def execute(self, *_: object) -> "SlowServer":
+            nonlocal now
+            now += 2.0
+            return self
+
+        def fetchone(self) -> tuple[int]:
+            return (7,)
+
+    monkeypatch.setattr("parrot.journal.postgres._now", lambda: now)
+    lease, server = Lease("postgresql://nowhere"), SlowServer()
+    assert lease._try_acquire(server) is None  # type: ignore[arg-type]
+    assert lease.is_held()
+    now = 100.0 + LEASE_S
+    assert not lease.is_held()
+    assert lease._renew(server)  # type: ignore[arg-type]
+    now = 100.0 + 2 * LEASE_S - 0.1
+    assert lease.is_held()
+    now = 100.0 + 2 * LEASE_S
+    assert not lease.is_held()

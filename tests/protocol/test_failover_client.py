@@ -159,3 +159,27 @@ async def test_one_address_needs_no_more_than_a_plain_client() -> None:
     http = client_of(["http://127.0.0.1:1"])
     assert isinstance(http, HttpClient)
     await http.close()
+
+
+async def test_a_stream_that_breaks_in_the_middle_does_not_start_again_elsewhere() -> None:
+    """The client would receive the first text twice."""
+
+    async def half(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await Server()._live(receive, send)
+            return
+        headers = [(b"content-type", b"text/event-stream"), (b"content-length", b"1000")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        body = b"event: delta\ndata: 1\n\n"
+        await send({"type": "http.response.body", "body": body, "more_body": True})
+        raise ConnectionResetError
+
+    other = Server("other")
+    async with serve_app(half, log_config=None) as broken, serve_app(other) as url:
+        http = FailoverClient([broken, url])
+        stream = http.stream("GET", "/stream")
+        assert (await anext(stream))[0] == "delta"
+        with pytest.raises(Unavailable):
+            await anext(stream)
+        assert [name async for name, _ in http.stream("GET", "/stream")] == ["done"]
+        await http.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from base64 import b64decode
+from pathlib import Path
 from struct import unpack
 from typing import Any
 
@@ -22,6 +23,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
 from tests.gateway.vendors.conftest import MODEL, Site, serve
+from tests.serve.tenants.keys import entry, write_keys
 from tests.support.app_server import serve_app
 from tests.support.fake_engine import Script, fake_engine
 
@@ -192,3 +194,18 @@ async def test_another_engine_takes_over() -> None:
         status, answer = await site.send(PATH, body("abc"))
         assert (status, answer["error"]["code"]) == (503, "no_engine")
         core.check_integrity()
+
+
+async def test_embeddings_that_fail_are_not_charged(tmp_path: Path) -> None:
+    limits = {"tokens_per_minute": 10}
+    config = CoreConfig(
+        keys_file=write_keys(tmp_path / "keys.json", entry("a", "k", limits=limits))
+    )
+    headers = {"Authorization": "Bearer k"}
+    async with serve(config, fake_engine("e0", model=MODEL)) as site:
+        site.engine.script = Script(error=UnsupportedField("makes no embeddings", param="model"))
+        for _ in range(4):
+            assert (await site.send(PATH, body("abcdef"), headers=headers))[0] == 400
+        site.engine.script = Script()
+        answers = [await site.send(PATH, body("abcdef"), headers=headers) for _ in range(3)]
+        assert [status for status, _ in answers] == [200, 200, 429]

@@ -123,3 +123,19 @@ async def test_the_header_stands_for_the_field_of_a_call(site: Site) -> None:
     assert await site.post("/v1/semantic_call", call | {"idempotency_key": "l"}, headers=auth) != (
         first
     )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"instructions": "Answer in verse."},
+        {"tools": [{"type": "function", "name": "look", "parameters": {"type": "object"}}]},
+        {"temperature": 0.1},
+        {"max_output_tokens": 5},
+    ],
+)
+async def test_a_key_with_another_request_is_a_conflict(site: Site, other: dict[str, Any]) -> None:
+    await site.post(PATH, body(), headers=keyed("k"))
+    status, answer = await site.send(PATH, body(**other), headers=keyed("k"))
+    assert (status, answer["error"]["param"]) == (409, "Idempotency-Key")
+    assert len(site.engine.requests) == 1
