@@ -1,11 +1,13 @@
 // How numbers, times and states are written everywhere on the page.
 
+const WHOLE = new Intl.NumberFormat("en"); // Making one for each number takes long.
+
 export function count(n) {
   if (n == null) return "";
   if (n >= 1e9) return `${(n / 1e9).toFixed(1)}G`;
   if (n >= 1e6) return `${(n / 1e6).toFixed(1)}M`;
   if (n >= 1e4) return `${Math.round(n / 1e3)}k`;
-  return Number.isInteger(n) ? n.toLocaleString("en") : String(Math.round(n * 10) / 10);
+  return Number.isInteger(n) ? WHOLE.format(n) : String(Math.round(n * 10) / 10);
 }
 
 export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
