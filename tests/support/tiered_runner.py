@@ -107,10 +107,23 @@ class TieredLaunchingRunner(TieredRunner, LaunchingRunner):
         self._behind: list[tuple[object, Flight]] = []
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+        if previous is None:
+            self._give_up()
         launched = super().launch(plan, previous)
         if isinstance(launched, Launched):
             self._on_its_way = launched.texts
         return launched
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self._give_up()
+        return super().run(plan)
+
+    def _give_up(self) -> None:
+        """Begin what waits for a launched step that was dropped."""
+        self._on_its_way = None
+        for _, flight in self._behind:
+            super().begin(flight)
+        self._behind.clear()
 
     def begin(self, flight: Flight) -> None:
         if self._on_its_way is None:
