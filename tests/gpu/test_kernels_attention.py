@@ -19,7 +19,14 @@ from parrot.engine.attention.tree_attention import (
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.launch import NewKV
-from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+from tests.support.kernel_cases import (
+    SHARE_ALL,
+    Case,
+    Request,
+    make_case,
+    poison_outside_of_windows,
+    relative_error,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -104,6 +111,22 @@ def test_against_float64(
         run.launch()
         outputs.append(run.check())
     assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("requests", [DECODES, MIXED, CROWD], ids=["decodes", "mixed", "crowd"])
+@pytest.mark.parametrize(("dim", "page"), [(128, 64), (256, 64), (128, 16), (256, 32)])
+@pytest.mark.parametrize("window", [40, 512])
+def test_pages_outside_of_all_windows_are_not_read(
+    requests: list[Request], dim: int, page: int, window: int, quantised: bool
+) -> None:
+    shape, rule = AttentionShape(8, 4, dim, page), ScoreRule(0.0625, window=window)
+    options = {"device": "cuda", "quantised": quantised, "rule": rule}
+    case = make_case(requests, shape, dtype=torch.bfloat16, **options)
+    poison_outside_of_windows(case, shape)
+    run = Run(case, shape)
+    run.launch()
+    run.check()
 
 
 @pytest.mark.parametrize("quantised", [False, True])

@@ -115,6 +115,22 @@ def make_case(
     )
 
 
+def poison_outside_of_windows(case: Case, shape: AttentionShape) -> int:
+    """Write NaN to all pages that no window of the step reaches; return how many there are.
+
+    In a pool of window slots, other contexts may have written to them."""
+    assert case.rule.window is not None
+    size, seen = shape.page_size, set()
+    tables, starts, counts = case.step.tables, case.step.starts, case.step.q_lens
+    for table, start, count in zip(tables, starts.tolist(), counts.tolist(), strict=True):
+        first = max(0, start + 1 - case.rule.window) // size
+        seen.update(table[first : (start + count - 1) // size + 1].tolist())
+    hidden = [page for page in range(len(case.k_cache)) if page not in seen]
+    for pages in (case.k_cache, case.v_cache):
+        pages[hidden] = torch.nan if case.k_exponents is None else 0x7F
+    return len(hidden)
+
+
 def _sequences(
     requests: list[Request],
     shape: AttentionShape,

@@ -21,7 +21,14 @@ from parrot.engine.attention.work_list import SplitConfig, StepRows, plan_work
 from parrot.engine.kernels import attention_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.launch import NewKV
-from tests.support.kernel_cases import SHARE_ALL, Case, Request, make_case, relative_error
+from tests.support.kernel_cases import (
+    SHARE_ALL,
+    Case,
+    Request,
+    make_case,
+    poison_outside_of_windows,
+    relative_error,
+)
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or "Interpreted" not in type(attention_kernels.attend_items).__name__,
@@ -136,15 +143,7 @@ def test_pages_outside_of_all_windows_are_not_read(window: int, page: int, quant
         Request((SYSTEM,), 230),
     ]
     case = make_case(requests, shape, dtype=torch.float32, quantised=quantised, rule=rule)
-    seen: set[int] = set()
-    for table, start, count in zip(
-        case.tables.tolist(), case.step.starts.tolist(), case.step.q_lens.tolist(), strict=True
-    ):
-        seen.update(table[max(0, start + 1 - window) // page : (start + count - 1) // page + 1])
-    hidden = [number for number in range(len(case.k_cache)) if number not in seen]
-    assert len(hidden) > 3
-    for pages in (case.k_cache, case.v_cache):
-        pages[hidden] = 0x7F if quantised else torch.nan
+    assert poison_outside_of_windows(case, shape) > 3
     check(case, run(case, shape))
 
 
