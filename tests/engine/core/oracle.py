@@ -210,6 +210,10 @@ class Oracle:
                 return any(known.is_short for known in wanted)
             case OutOfMemory():
                 return asked.priority == BACKGROUND
+            case EngineFailed() if "a step with" in str(error):
+                return bool(
+                    self._bad_tokens
+                )  # A failed step has written to a block that it copied.
             case EngineFailed():
                 return any(self._bad_tokens.intersection(known.held()) for known in wanted)
         return False
