@@ -28,9 +28,10 @@ def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
     return codes.double() @ weight.numbers().double().T * powers.double()
 
 
-def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
     # Hopper sums products of e4m3 with 14 bits, so an error grows with the number of inputs.
-    bound = ROUNDING * (expected.abs() + 2 * expected.abs().amax(1, keepdim=True))
+    largest = expected.abs().amax(1, keepdim=True)
+    bound = ROUNDING * expected.abs() + 2**-20 * (inputs + 4096) * largest
     assert bool(((found.double() - expected).abs() <= bound).all()), (
         (found.double() - expected).abs() / bound
     ).max()
@@ -42,12 +43,12 @@ def test_products(outputs: int, inputs: int, rows: int) -> None:
     weight = matrix(outputs, inputs)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     expected = product(x, weight)
-    assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected)
+    assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected, inputs)
     if rows <= 64:
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
         read = measured_rows(x, weight.codes, outputs)
         few_rows_linear(read, weight.codes, out, scales=weight.scales)
-        assert_close(out, expected)
+        assert_close(out, expected, inputs)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
@@ -62,12 +63,13 @@ def test_a_layer_of_products(rows: int) -> None:
     expected = F.silu(gate) * up
     if isinstance(middle, CodedRows):
         numbers = middle.codes.double() * middle.powers.double()
-        assert bool(((numbers - expected).abs() <= expected.abs() / 14 + 2**-8).all())
-        assert_close(residual, before + numbers @ down.numbers().double().T)
+        largest = expected.abs().amax(1, keepdim=True)
+        assert bool(((numbers - expected).abs() <= expected.abs() / 12 + largest / 64).all())
+        assert_close(residual, before + numbers @ down.numbers().double().T, inner)
         return
     out = rows_of(middle)
-    assert_close(out, expected)
-    assert_close(residual, before + product(out, down))
+    assert_close(out, expected, hidden)
+    assert_close(residual, before + product(out, down), inner)
 
 
 def test_codes_of_rows_are_those_of_a_cpu() -> None:
