@@ -16,6 +16,7 @@ STORY = (
     "passengers run for it, and the ferry company has asked its owner to keep the cage indoors "
     "until eight."
 )
+SYSTEM = "You are the editor of a small newsletter. Answer in plain English."
 NOTES = "Keep it light; mention the ferry company by name, and no jokes about the crew."
 WHY = (
     "The story is short, has one clear surprise, and readers can picture it at once. Northline "
@@ -434,6 +435,7 @@ def run() -> Rows:
 
 _PROMPTS: Mapping[str, list[Row]] = {
     "why": [
+        {"text": SYSTEM},
         {"text": "Here is the issue:\n\n"},
         {"var": "text", "name": "text"},
         {"text": "\n\nVerdict: "},

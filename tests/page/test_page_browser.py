@@ -1,11 +1,14 @@
 """The page in a real browser."""
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
 
+from parrot.gateway.page.visitors import page_key
 from parrot.protocol.errors import EngineFailed
 from parrot.serve.events import CompletionRetried, EngineJoined
 from parrot.serve.graph.nodes import Completion
@@ -27,6 +30,11 @@ ATTACKS = [
     "&lt;script&gt;alert(1)&lt;/script&gt;",
     "\u202ereversed\u2028line",
 ]
+
+
+def saved(path: Path) -> Any:
+    """The contents of a downloaded JSON file."""
+    return json.loads(path.read_text())
 
 
 def part(name: str, **binding: Any) -> dict[str, Any]:
@@ -270,6 +278,39 @@ async def test_an_ended_run_is_found_by_its_words(visit: Visit) -> None:
     await visit.page.reload()
     await visit.wait_text("tr.row", "program 1")
     assert await visit.page.locator("tr.row").count() == 1
+
+
+async def test_a_run_is_saved_and_its_link_opens_for_a_colleague(visit: Visit) -> None:
+    await visit.site.join()
+    graph = await submit_map(visit, 2)
+    output = graph["variables"]["joined0"]
+    scope = {key: graph[key] for key in ("session_id", "session_auth")}
+    read = asyncio.create_task(visit.site.get(f"/v1/semantic_var/{output}", **scope))
+    await visit.site.started(2)
+    for held in list(visit.site.engine.held):
+        visit.site.engine.answer(held, "A part")
+    await visit.answer("All parts")
+    await read
+    await visit.open(f"run/{graph['session_id']}/{output}")
+    files = {}
+    for name in ("JSON", "Trace"):
+        async with visit.page.expect_download() as download:
+            await visit.page.click(f"text={name} >> nth=0")
+        file = await download.value
+        files[file.suggested_filename] = saved(await file.path())
+    assert set(files) == {"map_and_join.json", "map_and_join.perfetto.json"}
+    assert "All parts" in files["map_and_join.json"]["texts"]
+    events = files["map_and_join.perfetto.json"]["traceEvents"]
+    assert any(event["name"].startswith("join") for event in events)
+
+    link = await visit.page.evaluate("location.href")
+    assert visit.page.context.browser is not None
+    colleague = await (await visit.page.context.browser.new_context()).new_page()
+    await colleague.goto(link)
+    await colleague.fill("#key", page_key(TOKEN))
+    await colleague.click("button >> text=Sign in")
+    await colleague.locator("pre.value", has_text="All parts").wait_for()
+    await colleague.context.close()
 
 
 async def test_a_hidden_page_closes_its_feeds(visit: Visit) -> None:

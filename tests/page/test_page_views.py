@@ -238,6 +238,8 @@ async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
     await stage.page.wait_for_selector(".cutline")
     await stage.page.wait_for_selector("pre >> text=Keep it light")
     await stage.page.click("text=Run again in the playground")
+    system = stage.page.get_by_label("System message of call 1")
+    await expect(system).to_have_value(scene.SYSTEM)
     call = stage.page.get_by_label("Prompt of call 1")
     await expect(call).to_have_value(
         "Here is the issue:\n\n{{text}}\n\nVerdict: {{verdict}}\nNotes of the editor: {{notes}}"
@@ -247,6 +249,26 @@ async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
     assert await stage.page.get_by_label("Temperature").input_value() == "0"
     assert await stage.page.get_by_label("Max tokens").input_value() == "120"
     assert await stage.page.get_by_role("switch").is_checked()
+
+
+async def test_a_small_run_is_run_again_in_the_playground(stage: Stage) -> None:
+    rows = scene.run()
+    names = ("text", "verdict", "headline", *(f"summary_{number}" for number in range(7)))
+    kept = {f"{kind}:{name}" for kind in ("call", "var") for name in names}
+    kept |= {"session", *(f"var:page_{number}" for number in range(7))}
+    stage.answers[f"sessions/{scene.RUN}"] = {key: rows[key] for key in rows if key in kept}
+    await stage.goto(RUN)
+    await stage.page.click(".head >> text=Run again")
+    calls = stage.page.locator("section.call[aria-label^=Call]")
+    await expect(calls).to_have_count(10)
+    prompts = [await one.input_value() for one in await stage.page.get_by_label("Prompt of").all()]
+    assert prompts[1] == "Summarize this in one sentence: {{page_2}}"
+    assert prompts[7].startswith("Summarize this in one sentence: {{summary}}{{summary_2}}")
+    values = [
+        await one.input_value()
+        for one in await stage.page.locator("[aria-label=Inputs] textarea").all()
+    ]
+    assert values == scene.FACTS
 
 
 async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> None:

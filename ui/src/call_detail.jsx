@@ -1,11 +1,12 @@
 // One call, or one variable that the program set, in the panel of a run.
+import { draftOfCall } from "./again.js";
 import { post, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
 import { Sentence } from "./blame.jsx";
 import { Errors } from "./call_errors.jsx";
 import { Attempts, Facts, Phases } from "./call_facts.jsx";
 import { Texts } from "./call_texts.jsx";
-import { draftOfCall, putDraft } from "./draft.js";
+import { putDraft } from "./draft.js";
 import { count, seconds } from "./format.js";
 import { Glyph, Icon } from "./icons.jsx";
 import { CopyButton, Notice } from "./parts.jsx";
@@ -30,7 +31,7 @@ export function Detail({ variable, producer, run }) {
   const seen = useSeen(run, source?.prompt && !isHidden ? call : null);
   if (!row) return feed.error ? <Notice feed={feed} /> : <p class="hint">Loading…</p>;
   const hasPrompt = source?.prompt && !isHidden;
-  const draft = hasPrompt ? draftOfCall({ call, row, source, rows, texts, seen }) : null;
+  const draft = hasPrompt ? draftOfCall({ call, row, source, texts, seen }) : null;
   return (
     <>
       <section>

@@ -1,6 +1,7 @@
 // The prompt of a call: as the model saw it, with its cached part marked, or as its template.
 import { Fragment } from "preact";
 import { useEffect, useState } from "preact/hooks";
+import { promptPath } from "./again.js";
 import { get } from "./api.js";
 import { count } from "./format.js";
 import { CopyButton, Segments } from "./parts.jsx";
@@ -53,10 +54,7 @@ const nameOf = (piece, { rows }) =>
 /** The prompt with roles and the cached part; null until the call has one. */
 export function useSeen({ id, seesValues }, call) {
   const [seen, setSeen] = useState(null);
-  const path =
-    call && seesValues && call.ready_s != null
-      ? `sessions/${id}/calls/${call.request_id}/prompt?output=${encodeURIComponent(call.output_var_id)}`
-      : null;
+  const path = call && seesValues && call.ready_s != null ? promptPath(id, call) : null;
   useEffect(() => {
     if (!path) return undefined;
     let isOver = false;

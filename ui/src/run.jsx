@@ -9,7 +9,8 @@ import { Glyph, Icon, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
 import { Bones, CopyButton, Notice, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
-import { RunActions } from "./run_actions.jsx";
+import { canRunAgain } from "./again.js";
+import { AgainButton, RunActions } from "./run_actions.jsx";
 import { kindOf, nameOf, stateOf } from "./run_list.js";
 import { Calls, Variables } from "./tables.jsx";
 import { Timeline } from "./timeline.jsx";
@@ -118,6 +119,10 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           failure={failure}
           isLive={feed.isLive}
           isBusy={isBusy}
+          again={
+            visitor.sees_values &&
+            canRunAgain(graph) && <AgainButton run={session} graph={graph} rows={rows} />
+          }
         />
         <Notice feed={feed} />
         <Totals session={session} graph={graph} wall={wall} now={now} />
@@ -292,7 +297,7 @@ function linkedHover(layout) {
   return { onMouseOver: mark, onFocusIn: mark, onMouseLeave: unmark, onFocusOut: unmark };
 }
 
-function Head({ session, graph, failure, isLive, isBusy }) {
+function Head({ session, graph, failure, isLive, isBusy, again }) {
   const state =
     session.state === "active"
       ? isBusy
@@ -317,6 +322,7 @@ function Head({ session, graph, failure, isLive, isBusy }) {
         </span>
       )}
       <span class="end">
+        {again}
         <CopyButton text={() => location.href} what="the address">
           Link
         </CopyButton>

@@ -1,7 +1,11 @@
 // What a visitor can do with a whole run.
+import { draftOfRun } from "./again.js";
 import { post } from "./api.js";
 import { AskButton } from "./ask.jsx";
+import { putDraft } from "./draft.js";
 import { plural } from "./format.js";
+import { Icon } from "./icons.jsx";
+import { say } from "./parts.jsx";
 import { nameOf } from "./run_list.js";
 
 /** `run`: its row. `after`: called when a finished run was deleted. */
@@ -31,5 +35,17 @@ export function RunActions({ run, running, disabled, after }) {
       disabled={disabled}
       onConfirm={() => post(`runs/${run.id}/delete`).then(after)}
     />
+  );
+}
+
+/** All calls of a small run in the playground. */
+export function AgainButton({ run, graph, rows }) {
+  const act = () =>
+    draftOfRun(run.id, nameOf(run), graph, rows).then(putDraft, (failure) => say(failure.message));
+  return (
+    <button class="btn small" type="button" onClick={act}>
+      <Icon name="play" />
+      Run again
+    </button>
   );
 }
