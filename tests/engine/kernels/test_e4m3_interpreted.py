@@ -103,7 +103,8 @@ def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None
 def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
     """The kernels between products measure or round the rows."""
     generator = torch.Generator().manual_seed(num_rows)
-    hidden, inner = 96, 200
+    hidden, inner = 96, 1024
+    assert Product(20, hidden, inner, torch.float8_e4m3fn).num_splits == 4
     gate_up, down = matrix(2 * inner, hidden, generator), matrix(hidden, inner, generator)
     following = matrix(42, hidden, generator)
     x, residual = torch.randn(2, num_rows, hidden, generator=generator)
