@@ -147,7 +147,9 @@ def up(
         typer.Option(help="Address to listen on. \\[default: 127.0.0.1, this machine only]"),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, float16 or bfloat16.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="auto, float32, float16, bfloat16 or fp8.")
+    ] = None,
     tensor_parallel: TensorParallelOption = None,
     core_config: Annotated[
         Path | None, typer.Option("--core-config", help="Config file of ServeCore.")
