@@ -1,10 +1,11 @@
 // The answer first: one sentence on where the time of a run went, and a bar that proves it.
 import { useMemo } from "preact/hooks";
-import { seconds, share } from "./format.js";
+import { cut, seconds, share } from "./format.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
 const MAX_NAMED = 3;
 const MOST = 0.6; // Functions with less of the calls' time are not told alone.
+const MAX_MESSAGE = 300; // Characters of an error in the first sentence.
 const MANY = 40; // With more segments, the bar has no gaps.
 
 /** A name in a sentence that opens the call. */
@@ -218,7 +219,7 @@ export function failureOf(graph, rows) {
     first[1].outputs.map((output) => rows.get(`var:${output}`)?.errors).find(Boolean) ?? [];
   return {
     id: first[0],
-    message: errorText(errors),
+    message: cut(errorText(errors), MAX_MESSAGE),
     others: failed.filter(([, call]) => call.ready_s == null).map(([id]) => id),
     number: own.length,
   };
