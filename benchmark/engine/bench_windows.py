@@ -58,11 +58,7 @@ def sizes_of(model: str, gib: float) -> tuple[KvSizes, int]:
     return sizes, spec.window
 
 
-def hit_rate(sizes: KvSizes, window: int, length: int, occupancy: float) -> dict[str, float]:
-    """The part of the ideal hits that is found, after the first round."""
-    last = length + ROUNDS * (QUESTION + OUTPUT)
-    count = max(1, int(occupancy * sizes.num_blocks / -(-last // BLOCK_SIZE)))
-    num_slots = count * (-(-window // BLOCK_SIZE) + 1)
+def core_of(sizes: KvSizes, window: int) -> EngineCore:
     config = SimConfig.model_validate(
         {
             "scheduler": {"max_num_batched_tokens": CHUNK},
@@ -74,7 +70,15 @@ def hit_rate(sizes: KvSizes, window: int, length: int, occupancy: float) -> dict
         }
     )
     runner = WindowedSim(config, WindowInfo(sizes.num_slots, window))
-    core = EngineCore(config, runner, LANGUAGE, MonotonicClock())
+    return EngineCore(config, runner, LANGUAGE, MonotonicClock())
+
+
+def hit_rate(sizes: KvSizes, window: int, length: int, occupancy: float) -> dict[str, float]:
+    """The part of the ideal hits that is found, after the first round."""
+    last = length + ROUNDS * (QUESTION + OUTPUT)
+    count = max(1, int(occupancy * sizes.num_blocks / -(-last // BLOCK_SIZE)))
+    num_slots = count * (-(-window // BLOCK_SIZE) + 1)
+    core = core_of(sizes, window)
     numbers = random.Random(0)
     texts = [numbers.choices(range(1, VOCAB_SIZE), k=length) for _ in range(count)]
     found = ideal = 0

@@ -71,10 +71,12 @@ class Context:
     num_published: int = field(init=False, default=0)
     # The context belongs to one job, is freed with that job, and shares no KV.
     is_temporary: bool = False
-    # Only in a `WindowedTree`: indices of the blocks whose window slots the context holds, and
-    # before which block the window is kept when the context passes it.
+    # Only in a `WindowedTree`: indices of the blocks whose window slots the context holds. The
+    # number of blocks after which the context could not continue, because their window was lost,
+    # and whether they are a common prefix.
     window: range = field(init=False, default=range(0))
-    mark: int = field(init=False, default=0)
+    num_lost: int = field(init=False, default=0)
+    has_common: bool = field(init=False, default=False)
 
     @property
     def salt(self) -> str:

@@ -12,13 +12,17 @@ other blocks. Slots are reused in this order:
 - passed slots: no context is known to continue there, oldest first;
 - kept slots: a context may continue there, by share group, least recently used first.
 
-Marked slots are always kept, because several contexts have continued there.
+Kept slots of common prefixes, where several contexts have continued, are reused later than others.
 """
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_resident
+
+# A slot of a common prefix is reused before another kept slot only if its last use is this many
+# times as long ago. A larger value protects prefixes that are no longer used for longer.
+_COMMON_WEIGHT = 8
 
 
 class WindowPool:
@@ -35,8 +39,11 @@ class WindowPool:
         self._blank = list(range(num_slots - 1, -1, -1))
         self._passed: OrderedDict[int, None] = OrderedDict()
         self._kept: EvictionQueue[int] = EvictionQueue(shares, num_resident)
-        self._groups: dict[int, ShareGroup] = {}  # Of the slots in `_kept`.
-        self._marked: set[int] = set()
+        self._common: EvictionQueue[int] = EvictionQueue(shares, num_resident)
+        self._groups: dict[int, ShareGroup] = {}  # Of the slots in `_kept` and `_common`.
+        self._marked: set[int] = set()  # Slots of common prefixes, held or in `_common`.
+        self._used: dict[int, int] = {}  # Number of `_num_uses` when a slot was last used.
+        self._num_uses = 0
         self._holds: Counter[int] = Counter()  # Number of holders of each held slot.
         self._slots: dict[int, int] = {}  # By block.
         self._blocks: dict[int, int] = {}  # By slot.
@@ -48,7 +55,7 @@ class WindowPool:
     @property
     def num_free(self) -> int:
         """Slots that `attach` can use."""
-        return len(self._blank) + len(self._passed) + len(self._kept)
+        return len(self._blank) + len(self._passed) + self.num_kept
 
     @property
     def num_held(self) -> int:
@@ -56,7 +63,7 @@ class WindowPool:
 
     @property
     def num_kept(self) -> int:
-        return len(self._kept)
+        return len(self._groups)
 
     def has(self, block: int) -> bool:
         return block in self._slots
@@ -102,10 +109,17 @@ class WindowPool:
             return self._blank.pop()
         slot = next(iter(self._passed), None)
         if slot is None:
-            slot = self._kept.first()
+            slot = self._next_kept()
         assert slot is not None, "no slot is free"
         self._clear(slot)
         return slot
+
+    def _next_kept(self) -> int | None:
+        slot, common = self._kept.first(), self._common.first()
+        if slot is None or common is None:
+            return common if slot is None else slot
+        age, common_age = (self._num_uses - self._used[one] for one in (slot, common))
+        return common if common_age > _COMMON_WEIGHT * age else slot
 
     def _clear(self, slot: int) -> None:
         """Take a free slot from its block."""
@@ -134,7 +148,7 @@ class WindowPool:
         if (group := self._groups.pop(slot, None)) is None:
             del self._passed[slot]
         else:
-            self._kept.discard(group, slot)
+            (self._common if slot in self._marked else self._kept).discard(group, slot)
 
     def release(self, blocks: Iterable[int], *, keep: bool, goes_first: bool = False) -> None:
         """Hold the slots of blocks once less. Without holders they are kept, or else passed.
@@ -151,16 +165,18 @@ class WindowPool:
             else:
                 self._passed[slot] = None
 
-    def mark(self, block: int) -> bool:
-        """Mark the slot of a block until the slot is reused; return whether it is new."""
+    def mark(self, block: int) -> None:
+        """Mark the held slot of a block as one of a common prefix, until it is reused."""
         slot = self._slots[block]
-        is_new = slot not in self._marked
+        assert slot in self._holds, f"the slot of block {block} is not held"
         self._marked.add(slot)
-        return is_new
 
     def _keep(self, slot: int, block: int, *, goes_first: bool = False) -> None:
+        self._num_uses += 1
+        self._used[slot] = 0 if goes_first else self._num_uses
         group = self._groups[slot] = self._owner(block)
-        self._kept.add(group, slot, goes_first=goes_first)
+        queue = self._common if slot in self._marked else self._kept
+        queue.add(group, slot, goes_first=goes_first)
 
     def detach(self, block: int) -> None:
         """Make the slot of a block blank, if it has one, because the block has lost its KV."""
@@ -194,8 +210,11 @@ class WindowPool:
         held = Counter(self._slots[block] for blocks in holders for block in blocks)
         assert held == self._holds, (held, self._holds)
         assert self._blocks == {slot: block for block, slot in self._slots.items()}
-        assert set(self._kept) == set(self._groups), (list(self._kept), self._groups)
+        assert {*self._kept, *self._common} == set(self._groups), self._groups
+        assert self._marked.isdisjoint(self._kept)
+        assert self._marked.issuperset(self._common)
         self._kept.check_integrity()
+        self._common.check_integrity()
         slots = [*self._blank, *self._passed, *self._groups, *self._holds, *self.taken]
         assert sorted(slots) == list(range(self.num_slots)), f"a slot is lost or double: {slots}"
         assert not any(slot in self._blocks for slot in self._blank), "a blank slot has a block"

@@ -40,12 +40,18 @@ class WindowedTree(ContextTree):
     ) -> None:
         super().__init__(pool, hasher)
         self.slots = WindowPool(num_slots, pool.shares, pool.owner)
-        pool.on_blank = self.slots.detach
+        pool.on_blank = self._on_blank
         self._window = window
         self._num_lost = 0  # Contexts whose window was lost before they could continue.
+        # The last blocks of contexts that have ended, and whether another has continued there.
+        self._ends: dict[int, bool] = {}
         self._span = pool.blocks_for(window)  # Blocks before a block that its tokens may read.
         # A step also needs slots for two partly read blocks, and for both blocks of a copy.
         self.max_chunk = max(1, (num_slots - self._span - 4) * pool.block_size)
+
+    def _on_blank(self, block: int) -> None:
+        self.slots.detach(block)
+        self._ends.pop(block, None)
 
     def _first_read(self, context: Context) -> int:
         """The first block that the context's next token reads."""
@@ -65,17 +71,28 @@ class WindowedTree(ContextTree):
         end = self.pool.blocks_for(context.num_computed)
         if all(map(self.slots.has, context.block_ids[self._first_read(context) : end])):
             return
-        num_full = context.num_computed // self.block_size
-        context.mark = max(context.mark, num_full)
-        self.truncate(context, self._resumable(context.block_ids[:num_full]))
+        blocks = context.block_ids[: context.num_computed // self.block_size]
+        self._record_lost(context, blocks)
+        self.truncate(context, self._resumable(blocks))
+
+    def _record_lost(self, context: Context, blocks: list[int]) -> None:
+        """Record that the window after `blocks` is lost.
+
+        These are a common prefix if a context continued there, unless it was the first one after
+        the end of another: this is what turns of a conversation do."""
+        if len(blocks) <= context.num_lost:
+            return
+        context.num_lost, last = len(blocks), blocks[-1]
+        context.has_common = self._ends.get(last, True)
+        if last in self._ends:
+            self._ends[last] = True
 
     def _adoptable(self, context: Context, found: list[int]) -> list[int]:
         first = context.num_computed // self.block_size
         blocks = context.block_ids[:first] + found
         num_blocks = self._resumable(blocks)
         if num_blocks < len(blocks):
-            # Another prompt has the same prefix, so a third one may have it too.
-            context.mark = max(context.mark, len(blocks))
+            self._record_lost(context, blocks)
         return found[: max(0, num_blocks - first)]
 
     def _may_replace(self, context: Context, index: int, published: int) -> bool:
@@ -154,20 +171,26 @@ class WindowedTree(ContextTree):
             return
         first = min(first, window.stop)
         for index in range(window.start, first):
-            block, is_new = context.block_ids[index], False
-            if context.mark - self._span <= index < context.mark:
-                is_new = self.slots.mark(block)
+            block = context.block_ids[index]
+            is_lost = context.num_lost - self._span <= index < context.num_lost
+            if is_lost and context.has_common:
+                self.slots.mark(block)
             # Another context that holds the block may continue here.
             is_shared = self.pool.num_refs(block) > 1
-            self.slots.release((block,), keep=is_shared, goes_first=is_new and not is_shared)
+            self.slots.release(
+                (block,), keep=is_shared or is_lost, goes_first=is_lost and not context.has_common
+            )
         context.window = range(first, window.stop)
 
     def leave(self, context: Context) -> None:
         """Release all slots of a context whose job has ended or is preempted."""
         window, blocks = context.window, context.block_ids
         context.window = _NOTHING
-        self._num_lost += context.mark > 0
-        goes_first = context.mark > 0 and self._num_lost % _KEEP_EVERY > 0
+        is_lost = context.num_lost > 0 and not context.has_common
+        self._num_lost += is_lost
+        goes_first = is_lost and self._num_lost % _KEEP_EVERY > 0
+        if num_full := context.num_computed // self.block_size:
+            self._ends.setdefault(blocks[num_full - 1], False)
         self.slots.release(blocks[window.start : window.stop], keep=True, goes_first=goes_first)
         not_computed = max(self.pool.blocks_for(context.num_computed), context.owned_from)
         for block in blocks[not_computed : window.stop]:

@@ -33,9 +33,20 @@ class PoolMachine(RuleBasedStateMachine):
         if len(blocks) > self.pool.num_free:
             return
         num_blank = self.pool.num_slots - len(self.with_slots)
-        for _ in range(max(0, len(blocks) - num_blank)):
-            self.marked.discard((self.passed or self.kept).pop(0))
+        before = {*self.passed, *self.kept}
         self.pool.attach(blocks)
+        reused = before - {*self.pool.blocks()}
+        assert len(reused) == max(0, len(blocks) - num_blank)
+        # Passed slots go first. Then those of common prefixes compete with the others.
+        num_passed = min(len(reused), len(self.passed))
+        assert {*self.passed[:num_passed]} <= reused
+        for is_common in (False, True):
+            queue = [block for block in self.kept if (block in self.marked) == is_common]
+            count = len(reused.intersection(queue))
+            assert {*queue[:count]} <= reused
+        self.passed = [block for block in self.passed if block not in reused]
+        self.kept = [block for block in self.kept if block not in reused]
+        self.marked -= reused
         self.holds.update(dict.fromkeys(blocks, 1))
 
     @rule(block=BLOCKS)
@@ -62,8 +73,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(block=BLOCKS)
     def mark(self, block):
-        if self.pool.has(block):
-            assert self.pool.mark(block) == (block not in self.marked)
+        if block in self.holds:
+            self.pool.mark(block)
             self.marked.add(block)
 
     @rule(block=BLOCKS)
