@@ -316,6 +316,18 @@ async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:
         stage.posted.clear()
 
 
+async def test_a_page_without_tls_can_copy(stage: Stage) -> None:
+    await stage.goto(f"{RUN}/notes")
+    button = stage.page.get_by_label("Copy notes")
+    await button.click()
+    await expect(stage.page.locator("[role=status]")).to_have_text("Copied notes")
+    await expect(button).to_be_focused()
+    await stage.goto("playground")
+    await stage.page.get_by_label("Prompt of call 1").fill("")
+    await stage.page.keyboard.press("Control+v")
+    assert await stage.page.get_by_label("Prompt of call 1").input_value() == scene.NOTES
+
+
 async def test_a_phone_shows_the_panel_as_a_sheet(browser: Browser) -> None:
     stage = await open_stage(browser, width=390)
     await stage.goto(RUN)

@@ -9,7 +9,7 @@ const MAX_MESSAGE = 300; // Characters of an error in the first sentence.
 const MANY = 40; // With more segments, the bar has no gaps.
 
 /** A name in a sentence that opens the call. */
-export function CallName({ graph, id, onOpen, kind = "as-name" }) {
+function CallName({ graph, id, onOpen, kind = "as-name" }) {
   const call = graph.calls.get(id);
   const name = call?.func_name || call?.output || "a call";
   return (

@@ -104,11 +104,29 @@ export function Toast() {
   );
 }
 
-export const copy = (text, what) =>
-  navigator.clipboard.writeText(text).then(
-    () => say(`Copied ${what}`),
-    () => say("The browser does not allow copying."),
-  );
+export async function copy(text, what) {
+  try {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else copySelected(text);
+    say(`Copied ${what}`);
+  } catch {
+    say("The browser does not allow copying.");
+  }
+}
+
+/** Copy on a page without TLS: browsers give it no clipboard. */
+function copySelected(text) {
+  const focused = document.activeElement;
+  const area = document.createElement("textarea");
+  area.value = text;
+  area.className = "sr";
+  document.body.append(area);
+  area.select();
+  const isCopied = document.execCommand("copy");
+  area.remove();
+  focused?.focus();
+  if (!isCopied) throw new Error("not copied");
+}
 
 /** A button that copies; with `children` they are its label, else it is an icon. */
 export function CopyButton({ text, what, children }) {

@@ -9,7 +9,7 @@ const RESERVED = new Set(
 );
 
 /** The names in a template, in order and once each. */
-export const placeholders = (template) => [
+const placeholders = (template) => [
   ...new Set([...template.matchAll(PLACEHOLDER)].map(([, name]) => name)),
 ];
 

@@ -5,13 +5,13 @@ import { Blame, failureOf } from "./blame.jsx";
 import { count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
-import { Glyph, Icon, Pill } from "./icons.jsx";
+import { Glyph, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
 import { Bones, CopyButton, Notice, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { canRunAgain } from "./again.js";
 import { AgainButton, RunActions } from "./run_actions.jsx";
-import { kindOf, nameOf, stateOf } from "./run_list.js";
+import { BREAKS, kindOf, nameOf, stateOf } from "./run_list.js";
 import { Calls, Variables } from "./tables.jsx";
 import { Timeline } from "./timeline.jsx";
 import { sharesOf, wallOf } from "./wall.js";
@@ -319,6 +319,11 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
         <span class="st failed">
           <Glyph state="failed" />
           {Math.max(1, failure.number)} failed{notRun > 0 && `, ${notRun} not run`}
+        </span>
+      )}
+      {session.prefix_breaks > 0 && (
+        <span class="st queued" title={BREAKS}>
+          {plural(session.prefix_breaks, "prefix break")}
         </span>
       )}
       <span class="end">

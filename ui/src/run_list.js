@@ -149,3 +149,7 @@ export function grouped(entries, sort, now) {
     ([a], [b]) => (b === "Now") - (a === "Now"),
   );
 }
+
+/** What `prefix_breaks` counts, for a tooltip. */
+export const BREAKS =
+  "Prompts that differ from what their program had sent before, so less of them is cached";

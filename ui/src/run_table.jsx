@@ -4,7 +4,7 @@ import { memo } from "./memo.js";
 import { useState } from "preact/hooks";
 import { ago, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { Glyph, Icon, Mark } from "./icons.jsx";
-import { nameOf, stateOf, wallSeconds } from "./run_list.js";
+import { BREAKS, nameOf, stateOf, wallSeconds } from "./run_list.js";
 
 const STEP = 200; // Rows that are drawn at first, and with each "Show more".
 const MAX_MEMBERS = 20; // Requests of an unfolded client that are listed.
@@ -146,6 +146,11 @@ const Row = memo(function Row({
                 )}
                 <span class="tag">{isFold ? `API ×${entry.members.length}` : entry.kind}</span>
                 {isFold && <Icon name={isOpen ? "down" : "right"} />}
+                {run.prefix_breaks > 0 && (
+                  <span class="st queued" title={BREAKS}>
+                    {plural(run.prefix_breaks, "prefix break")}
+                  </span>
+                )}
                 {run.failed > 0 && state !== "failed" && (
                   <span class="st failed">
                     <Glyph state="failed" />

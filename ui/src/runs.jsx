@@ -2,7 +2,7 @@
 import { useMemo } from "preact/hooks";
 import { rowsOf, useFeed } from "./api.js";
 import { count, plural } from "./format.js";
-import { Bird, Icon } from "./icons.jsx";
+import { Bird, Glyph, Icon } from "./icons.jsx";
 import { EngineCards, Tiles } from "./overview.jsx";
 import {
   Bones,
@@ -43,6 +43,12 @@ export function Runs({ query }) {
       </div>
       <Notice feed={feed} />
       {!service && isSlow && !feed.error && <Bones />}
+      {service?.closing && (
+        <p class="notice">
+          <Glyph state="queued" />
+          <span>The server is stopping. It accepts no new calls.</span>
+        </p>
+      )}
       {service && <Tiles rows={feed.rows} engines={engines} service={service} />}
       {service && <EngineCards engines={engines} />}
       {service &&
