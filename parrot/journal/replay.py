@@ -52,11 +52,12 @@ def restore(
     restoring = _Restoring(core, journal, applied)
     secret = _secret(journal)
     core.fleet.identity = CoreIdentity.new(journal.epoch)
+    core.sessions.numbers.use_secret(secret)
     core.tenants.restored(secret, _names_secret(journal, core.tenants.names_secret))
     began = time.perf_counter()
     with _no_collection(), _tasks_on_hold(core):
         journal.read(restoring.apply)
-        core.sessions.restored(journal, partial(JournaledSession, journal), secret)
+        core.sessions.restored(journal, partial(JournaledSession, journal))
         core.fleet.record_models(journal)
         restoring.end_broken()
         for _ in core.sessions.keys_changed():

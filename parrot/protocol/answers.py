@@ -415,6 +415,9 @@ def request_id_of(request: Request) -> str:
     return str(request.scope["request_id"])
 
 
+_HOSTLESS = frozenset({"1.0", "2"})  # Versions of HTTP that allow a request without `Host`.
+
+
 class HostGuard:
     """Rejects requests whose `Host` is not a name of the server. This stops DNS rebinding: a web
     page can point its own DNS name to this machine, but browsers send that name as `Host`. Allowed
@@ -429,13 +432,20 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            hosts = [value for key, value in scope["headers"] if key == b"host"]
-            if len(hosts) != 1 or not self._is_own(hosts[0]):
-                error = _host_error(scope, hosts)
-                if error is not None:
-                    response = error_response(Request(scope), error, self._error_form)
-                    await response(scope, receive, send)
-                    return
+            host, count = b"", 0
+            for key, value in scope["headers"]:
+                if key == b"host":
+                    host, count = value, count + 1
+            error: ParrotError | None = None
+            if count > 1 or (count == 0 and scope["http_version"] not in _HOSTLESS):
+                text = f"HTTP/{scope['http_version']} needs one `Host` header, not {count}"
+                error = InvalidRequest(text, param="host")
+            elif count and not self._is_own(host):
+                error = _refusal(host)
+            if error is not None:
+                response = error_response(Request(scope), error, self._error_form)
+                await response(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
     def _names_us(self, header: bytes) -> bool:
@@ -450,16 +460,6 @@ def _without_port(host: str) -> str:
         return address if is_whole else host
     name, _, port = host.rpartition(":")
     return name if name and port.isdigit() else host
-
-
-def _host_error(scope: Scope, hosts: Sequence[bytes]) -> ParrotError | None:
-    """The error of a request whose `Host` headers are not one name of the server. Only HTTP/1.0 and
-    HTTP/2 allow a request without the header."""
-    version = scope["http_version"]
-    if len(hosts) > 1 or (not hosts and version not in ("1.0", "2")):
-        text = f"HTTP/{version} needs one `Host` header, not {len(hosts)}"
-        return InvalidRequest(text, param="host")
-    return _refusal(hosts[0]) if hosts else None
 
 
 def _refusal(header: bytes) -> MisdirectedRequest:

@@ -122,8 +122,8 @@ class ServeCore:
         sampler: "TraceSampler | None" = None,
         first_session_id: int = 0,
     ) -> None:
-        """`sampler` decides which sessions are traced. None: no session is traced. Session ids
-        start at `first_session_id`."""
+        """`sampler` decides which sessions are traced. None: no session is traced. Numbers of
+        sessions start at `first_session_id`. 0: their ids are their numbers."""
         self.config = config
         self.is_closing = False
         self.clock = clock or MonotonicClock()
@@ -250,10 +250,12 @@ class ServeCore:
         because a program's session is secret to that program. Raises `AuthenticationFailed`."""
         tenant = self.tenant(request.api_key)
         is_closed = self.tenants.is_closed
+        number_of = self.sessions.numbers.number_of
         found = [s for s in self.sessions if s.tenant == tenant and (is_closed or s.is_program)]
         if request.before is not None:
-            found = [session for session in found if session.id < request.before]
-        found.sort(key=lambda session: session.id, reverse=True)
+            last = number_of(request.before)
+            found = [session for session in found if number_of(session.id) < last]
+        found.sort(key=lambda session: number_of(session.id), reverse=True)
         summaries = []
         for session in found[: request.limit]:
             if self.sessions.find(session.id) is session:

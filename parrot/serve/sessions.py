@@ -48,6 +48,7 @@ from parrot.serve.tenants.limits import Quota, num_bytes, usage_of, usage_of_gra
 from parrot.serve.tenants.table import TenantTable
 from parrot.utils.clock import Clock
 from parrot.utils.heaps import Timer, TimerQueue
+from parrot.utils.hidden_ids import HiddenIds
 from parrot.utils.ids import derived_token, tokens_equal
 from parrot.utils.shard import Shard
 
@@ -329,23 +330,39 @@ async def _stored(log: SessionLog, variables: Sequence[SemanticVariable], is_kep
 
 
 class SessionNumbers:
-    """Assigns session ids, which only grow. With a log, ids are reserved in blocks before their
-    use. A session's auth is derived from its id and a secret of the log. So a client of an ended
-    session can be told that it has ended, without storing the session."""
+    """Assigns numbers to sessions, which only grow. Ids are hidden numbers. If `first` is 0, ids
+    are the numbers. With a log, numbers are reserved in blocks before their use. A session's auth
+    is derived from its id and a secret of the log. So a client of an ended session can be told that
+    it has ended, without storing the session."""
 
     def __init__(self, first: int, shard: Shard | None = None) -> None:
         self._shard = shard
+        self._is_hidden = first > 0
+        self._step = 1 if shard is None else shard.step
         self.next = self._end = self._aligned(first)
         self._subject = ""  # of the log's last block
-        self.secret = secrets.token_bytes(32)
+        self.use_secret(secrets.token_bytes(32))
+
+    def use_secret(self, secret: bytes) -> None:
+        """Derive ids and auths from this secret from now on."""
+        self._secret, self._ids = secret, HiddenIds(secret, self._step)
+        self.number_of = self._ids.number_of
+
+    def new(self) -> tuple[int, str]:
+        """The id and the auth of a new session with the next number."""
+        session_id = self._ids.id_of(self.next) if self._is_hidden else self.next
+        token = derived_token(self._secret, session_id)
+        return session_id, token if self._shard is None else token + self._shard.mark
 
     def auth(self, session_id: int) -> str:
-        """The `session_auth` of a new session."""
-        token = derived_token(self.secret, session_id)
+        """The `session_auth` of a session."""
+        token = derived_token(self._secret, session_id)
         return token if self._shard is None else token + self._shard.mark
 
     def mark_used(self, session_id: int) -> None:
-        """Mark the id as used: the next id is greater."""
+        """Mark the id as used: the next number is greater."""
+        if session_id >= HiddenIds.FIRST:
+            session_id = self.number_of(session_id)
         self.next = max(self.next, self._aligned(session_id + 1))
 
     def is_auth(self, given: str, session_id: int, known: str | None) -> bool:
@@ -358,8 +375,7 @@ class SessionNumbers:
             return
         if self._subject:
             log.end(self._subject)
-        step = 1 if self._shard is None else self._shard.step
-        self._end = self.next + _RESERVED_IDS * step
+        self._end = self.next + _RESERVED_IDS * self._step
         self._subject = f"ids below {self._end}"
         log.append(self._subject, RESERVED, {"end": self._end})
 
@@ -449,9 +465,10 @@ class SessionRegistry:
         account = self._account(tenant)
         account.require(sessions=1, text_bytes=num_bytes(apps))
         trace_id = "" if self.sampler is None else self.sampler.trace_of(traceparent)
+        session_id, auth = self.numbers.new()
         begin = Begin(
-            self.numbers.next,
-            self.numbers.auth(self.numbers.next),
+            session_id,
+            auth,
             tenant,
             tuple(apps),
             on_demand,
@@ -532,14 +549,11 @@ class SessionRegistry:
         self._watch(session)
         return session
 
-    def restored(
-        self, journal: CommandLog, make_log: Callable[[int], SessionLog], secret: bytes
-    ) -> None:
+    def restored(self, journal: CommandLog, make_log: Callable[[int], SessionLog]) -> None:
         """All sessions were restored. Record changes from now on. The sessions count as active now,
         because their programs could not reach them before."""
         self.journal = journal
         self._make_log = make_log
-        self.numbers.secret = secret
         for session in self:
             session.last_active = self._clock.now()
             session.set_log(make_log(session.id))

@@ -13,6 +13,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,27 @@ async def test_who_lets_in_whoever_connects_is_told(
     assert not caplog.records
     await serve(CoreConfig(host="0.0.0.0", insecure=True))
     assert "without api_keys" in caplog.text
+
+
+def test_ids_of_sessions_do_not_count_them_and_the_newest_is_listed_first(tmp_path: Path) -> None:
+    config = tmp_path / "core.json"
+    journal = str(tmp_path / "journal")
+    fields = {"journal": journal, "api_keys": ["k"], "cluster_token": "t"}
+    config.write_text(json.dumps(fields))
+    ids: list[int] = []
+    for _ in range(2):  # The second process restores the sessions of the first.
+        with running("--config_path", str(config)) as (_, url):
+            for _ in range(4):
+                ids.append(ask(f"{url}/v1/session", {"api_key": "k"})[1]["session_id"])
+            request = urllib.request.Request(
+                f"{url}/v1/sessions?limit=3", headers={"Authorization": "Bearer k"}
+            )
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                listed = json.loads(answer.read())["sessions"]
+            assert [one["session_id"] for one in listed] == ids[:-4:-1]
+            request.full_url += f"&before={listed[-1]['session_id']}"
+            with urllib.request.urlopen(request, timeout=20) as answer:
+                older = json.loads(answer.read())["sessions"]
+            assert [one["session_id"] for one in older] == ids[-4:-7:-1]
+    assert len(set(ids)) == len(ids)
+    assert all(abs(after - before) > 1000 for before, after in pairwise(ids))
