@@ -32,7 +32,7 @@ from parrot.engine.runner.host.copies import available_memory, host_slots
 from parrot.engine.runner.kv_cache import MIB, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.sizes import KvMemory, KvSizes, with_host
+from parrot.engine.runner.sizes import KvMemory, KvSizes
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -100,7 +100,8 @@ def load_rank(
     if instance.num_kv_cache_blocks is None:
         sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group))
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
-        sizes = with_host(sizes, host_bytes_for_all(instance.host_kv_gb, sizes, group))
+        num_bytes = host_bytes_for_all(instance.host_kv_gb, sizes, group)
+        sizes = memory.with_host(sizes, num_bytes)
     runner: ModelRunner | CudaRunner
     report("allocating memory")
     if use_triton:

@@ -78,11 +78,8 @@ class KvMemory:
         if needs is None or self._num_slots == 0:
             return KvSizes(self.layout, num_blocks)
         num_bytes = num_blocks * self.layout.block_bytes
-        num_slots = num_bytes // layout.slot_bytes
-        if layout.block_bytes:
-            wanted = int(needs.part(layout) * num_slots)
-            num_slots = max(needs.least, min(needs.most, wanted))
-        num_slots = self._num_slots or num_slots
+        num_slots = int(needs.part(layout) * num_bytes) // layout.slot_bytes
+        num_slots = self._num_slots or max(needs.least, min(needs.most, num_slots))
         if layout.block_bytes:
             found = (num_bytes - num_slots * layout.slot_bytes) // layout.block_bytes
         else:
@@ -95,20 +92,18 @@ class KvMemory:
             )
         return KvSizes(layout, found, num_slots)
 
-
-def with_host(sizes: KvSizes, num_bytes: int) -> KvSizes:
-    """`sizes` with `num_bytes` of CPU memory, divided like the memory of the GPU."""
-    layout, num_slots = sizes.layout, 0
-    if sizes.num_slots:
-        part = sizes.num_slots * layout.slot_bytes / sizes.num_bytes
-        num_slots = int(part * num_bytes) // layout.slot_bytes
-    if layout.block_bytes:
-        num_blocks = (num_bytes - num_slots * layout.slot_bytes) // layout.block_bytes
-    else:
-        num_blocks = num_slots * sizes.num_blocks // sizes.num_slots
-    if sizes.num_slots and not (num_blocks and num_slots):
-        return sizes
-    return replace(sizes, num_host_blocks=num_blocks, num_host_slots=num_slots)
+    def with_host(self, sizes: KvSizes, num_bytes: int) -> KvSizes:
+        """`sizes` with `num_bytes` of CPU memory."""
+        layout, needs, num_slots = sizes.layout, self._needs, 0
+        if sizes.num_slots and needs is not None:
+            num_slots = int(needs.part(layout) * num_bytes) // layout.slot_bytes
+        if layout.block_bytes:
+            num_blocks = (num_bytes - num_slots * layout.slot_bytes) // layout.block_bytes
+        else:
+            num_blocks = num_slots * sizes.num_blocks // sizes.num_slots
+        if sizes.num_slots and not (num_blocks and num_slots):
+            return sizes
+        return replace(sizes, num_host_blocks=num_blocks, num_host_slots=num_slots)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,19 @@ def test_a_model_with_windows_in_all_layers_has_blocks_without_memory() -> None:
     assert sizes.num_blocks == sizes.num_slots // 65 * (32768 // 64)
 
 
+def test_cpu_memory_is_divided_like_that_of_the_gpu() -> None:
+    for shape in ("gemma-3-27b", MISTRAL):
+        memory = memory_of(shape)
+        sizes = memory.in_memory_of(num_blocks_in(memory, 60))
+        host = memory.with_host(sizes, 30 * GIB)
+        assert host.num_host_slots == pytest.approx(sizes.num_slots / 2, rel=0.01)
+        assert host.num_host_blocks == pytest.approx(sizes.num_blocks / 2, rel=0.01)
+        assert memory.with_host(sizes, 1 << 20) == sizes  # Not even one of both fits.
+    memory = memory_of("llama-3.1-8b")
+    sizes = memory.with_host(memory.in_memory_of(100), 7 * memory.layout.block_bytes)
+    assert (sizes.num_host_blocks, sizes.num_host_slots) == (7, 0)
+
+
 def test_blocks_keep_all_kv_where_slots_save_nothing() -> None:
     for memory in (
         memory_of("llama-3.1-8b"),
