@@ -78,6 +78,11 @@ async def test_axe_finds_nothing(browser: Browser, width: int, scheme: str) -> N
     await stage.page.click("text=End run")
     await stage.page.wait_for_selector("dialog[open]")
     assert await violations(stage) == []
+    await stage.page.keyboard.press("Escape")
+    for table in ("Variables", "Calls"):
+        await stage.page.click(f".box .seg >> text={table}")
+        await stage.page.wait_for_selector(f"[aria-label={table}] tbody tr")
+        assert await violations(stage) == [], table
     await stage.page.context.close()
     assert stage.errors == []
 
@@ -177,6 +182,19 @@ async def test_a_call_is_marked_everywhere(stage: Stage) -> None:
     await page.locator("tr[data-call=summary_3]").hover()
     await page.locator(".canvas .hot[data-node=summary_0]").wait_for()
     assert await page.locator(".canvas .hot").count() == 1
+
+
+async def test_equal_variables_are_folded(stage: Stage) -> None:
+    await stage.goto(RUN)
+    page = stage.page
+    await page.click("text=Variables22")
+    rows = page.locator("[aria-label=Variables] tbody tr")
+    await expect(rows).to_have_count(10)  # page and summary, and eight others
+    await page.click("button >> text=summary \u00d77")
+    await expect(rows).to_have_count(17)
+    await rows.nth(5).locator("button").click()
+    await page.wait_for_selector(".panel h2 >> text=summarize")
+    await expect(page.locator("tr[data-call=seeds]")).to_contain_text("ValueError: invalid literal")
 
 
 async def test_a_failure_is_told_once_and_its_cause_named(stage: Stage) -> None:

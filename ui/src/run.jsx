@@ -183,7 +183,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
               onOpen={openHere}
             />
           )}
-          {tab === "variables" && <Variables rows={rows} graph={graph} onOpen={openHere} />}
+          {tab === "variables" && <Variables {...{ rows, graph, layout }} onOpen={openHere} />}
           {tab === "calls" && <Calls graph={graph} shares={shares} onOpen={openHere} />}
         </section>
       </div>

@@ -1,6 +1,7 @@
 // Variables and calls of a run as tables: what those who cannot see the graph read instead.
+import { useState } from "preact/hooks";
 import { errorText } from "./blame.jsx";
-import { Mark } from "./icons.jsx";
+import { Icon, Mark } from "./icons.jsx";
 import { count, seconds, share } from "./format.js";
 import { looks } from "./states.js";
 
@@ -90,49 +91,115 @@ export function variableState(row, producer, hasEnded) {
     : { state, word };
 }
 
-export function Variables({ rows, graph, onOpen }) {
+/** Variables of one name that equal calls make, or that equal calls read, stand together. */
+function groupsOf(rows, graph, layout) {
+  const nodeOf = new Map(
+    layout.nodes.flatMap(({ id, members }) => members.map((call) => [call, id])),
+  );
   const readers = new Map();
-  for (const call of graph.calls.values()) {
-    for (const input of call.inputs)
-      readers.set(input, [...(readers.get(input) ?? []), call.func_name || call.output]);
+  for (const [id, call] of graph.calls) {
+    for (const input of call.inputs) {
+      if (!readers.has(input)) readers.set(input, []);
+      readers.get(input).push(id);
+    }
   }
-  const all = [...rows].filter(([key]) => key.startsWith("var:"));
-  const shown = all.slice(-MAX_ROWS);
+  const variables = [...rows]
+    .filter(([key]) => key.startsWith("var:"))
+    .map(([key, row]) => ({ id: key.slice(4), row, readers: readers.get(key.slice(4)) ?? [] }));
+  const groups = Map.groupBy(variables, ({ row, readers: ids }) =>
+    [row.name, nodeOf.get(row.producer), ...new Set(ids.map((id) => nodeOf.get(id)))].join(" "),
+  );
+  return { groups: [...groups.values()], number: variables.length };
+}
+
+const FOLD_ABOVE = 4; // As in the graph.
+
+export function Variables({ rows, graph, layout, onOpen }) {
+  const [open, setOpen] = useState(null);
+  const { groups, number } = groupsOf(rows, graph, layout);
+  const shown = groups.slice(-MAX_ROWS);
+  const lookOf = ({ row }) =>
+    variableState(row, graph.calls.get(row.producer) ?? null, graph.hasEnded);
+  const drawn = (variable) => (
+    <VariableRow
+      key={variable.id}
+      {...variable}
+      {...lookOf(variable)}
+      graph={graph}
+      onOpen={onOpen}
+    />
+  );
   return (
     <>
-      <Rest shown={shown.length} all={all.length} what="variables" />
+      {shown.length < groups.length && <Rest shown={shown.length} all={number} what="variables" />}
       <Table
         label="Variables"
         heads={[["Name"], ["Made by"], ["Read by"], ["Characters", true], ["Value"]]}
       >
-        {shown.map(([key, row]) => {
-          const producer = row.producer === null ? null : graph.calls.get(row.producer);
-          const { state, word } = variableState(row, producer, graph.hasEnded);
-          return (
-            <tr key={key} class="row" data-call={row.producer ?? undefined} onClick={openRow}>
-              <td>
-                <span class="cell">
-                  <Mark state={state} word={word} />
-                  <button class="as-link mono" type="button" onClick={() => onOpen(key.slice(4))}>
-                    {row.name}
-                  </button>
-                </span>
-              </td>
-              <td>{producer ? producer.func_name || producer.output : "your program"}</td>
-              <td class="dim">
-                <div class="cut readers">
-                  {[...new Set(readers.get(key.slice(4)) ?? [])].join(", ")}
-                </div>
-              </td>
-              <td class="n">{row.chars > 0 && count(row.chars)}</td>
-              <td class={row.errors ? "st failed" : "dim"}>
-                <div class="cut value-head">{row.errors ? errorText(row.errors) : row.head}</div>
-              </td>
-            </tr>
-          );
+        {shown.flatMap((group) => {
+          if (group.length <= FOLD_ABOVE) return group.map(drawn);
+          const [{ id }] = group;
+          const odd = group.find((one) => lookOf(one).state !== "done") ?? group[0];
+          const chars = group.reduce((sum, { row }) => sum + row.chars, 0);
+          return [
+            <VariableRow
+              key={`all ${id}`}
+              {...odd}
+              {...lookOf(odd)}
+              chars={chars}
+              times={group.length}
+              isOpen={open === id}
+              graph={graph}
+              onOpen={() => setOpen(open === id ? null : id)}
+            />,
+            ...(open === id ? group.map(drawn) : []),
+          ];
         })}
       </Table>
     </>
+  );
+}
+
+/** One variable; with `times`, the row of several equal ones. */
+function VariableRow({
+  id,
+  row,
+  readers,
+  state,
+  word,
+  chars = row.chars,
+  times,
+  isOpen,
+  graph,
+  onOpen,
+}) {
+  const nameOf = (call) => graph.calls.get(call)?.func_name || graph.calls.get(call)?.output;
+  return (
+    <tr class="row" data-call={times ? undefined : (row.producer ?? undefined)} onClick={openRow}>
+      <td>
+        <span class="cell">
+          <Mark state={state} word={word} />
+          <button
+            class="as-link mono"
+            type="button"
+            aria-expanded={times ? isOpen : undefined}
+            onClick={() => onOpen(id)}
+          >
+            {row.name}
+            {times && ` ×${times}`}
+          </button>
+          {times && <Icon name={isOpen ? "down" : "right"} />}
+        </span>
+      </td>
+      <td>{row.producer === null ? "your program" : nameOf(row.producer)}</td>
+      <td class="dim">
+        <div class="cut readers">{[...new Set(readers.map(nameOf))].join(", ")}</div>
+      </td>
+      <td class="n">{chars > 0 && count(chars)}</td>
+      <td class={row.errors ? "st failed" : "dim"}>
+        <div class="cut value-head">{row.errors ? errorText(row.errors) : row.head}</div>
+      </td>
+    </tr>
   );
 }
 
