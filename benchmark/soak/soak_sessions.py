@@ -71,6 +71,7 @@ class Soak:
     engines: list[SimEngine]
     http: AppTransport
     journal_path: Path | None
+    journal_file: JournalFile | None
     concurrency: int
     num_texts: int
     left: list[str] = field(default_factory=list)
@@ -123,6 +124,9 @@ class Soak:
             "requests": sum(info.num_total_jobs for info in infos),
             "blocks": sum(info.num_max_blocks - info.num_free_blocks for info in infos),
             "timers": len(self.core._timers),
+            "ended sessions in the journal": len(
+                self.journal_file._ended if self.journal_file else ()
+            ),
         }
 
     def journal_bytes(self) -> int:
@@ -137,9 +141,10 @@ async def opened(
     concurrency: int, num_texts: int, journal_path: Path | None = None
 ) -> AsyncIterator[Soak]:
     clock: Clock = MonotonicClock()
-    journal = None
+    journal = journal_file = None
     if journal_path is not None:
-        journal = Journal(JournalFile(str(journal_path), JOURNAL_BYTES), clock)
+        journal_file = JournalFile(str(journal_path), JOURNAL_BYTES)
+        journal = Journal(journal_file, clock)
         clock = journal.clock
     engines: dict[str, SimEngine] = {}
     config = CoreConfig.model_validate(CORE)
@@ -157,7 +162,8 @@ async def opened(
     try:
         async with app.router.lifespan_context(app):
             http = AppTransport(app)
-            yield Soak(core, [*engines.values()], http, journal_path, concurrency, num_texts)
+            stored = journal_path, journal_file
+            yield Soak(core, [*engines.values()], http, *stored, concurrency, num_texts)
     finally:
         if journal is not None:
             await journal.close()

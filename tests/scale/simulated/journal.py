@@ -11,6 +11,7 @@ class MemoryStorage:
 
     errors: type[Exception] = OSError
     has_ended = False
+    is_short = False  # There is always room.
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -43,6 +44,12 @@ class MemoryStorage:
             else:
                 self._records.setdefault(record.subject, []).append(record)
                 self.num_bytes += len(record.payload)
+
+    def use_reserve(self, error: Exception) -> bool:
+        return False
+
+    def refill(self) -> bool:
+        return True
 
     def note_ends(self, records: Sequence[Record]) -> None: ...
 
