@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,9 @@ from parrot.engine.runner.inputs import InputBuilder, StepInputs
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results, sample
-from parrot.engine.runner.windows import SlotTable
+
+if TYPE_CHECKING:
+    from parrot.engine.runner.windows import SlotTable
 
 # A step belongs to the first kind whose number of rows is not smaller. Only steps of one kind are
 # compared with each other.
@@ -243,7 +245,7 @@ class ModelRunner:
         )
         self._model = model
         self._cache = KVCache(layout, num_blocks, model.device, num_slots=num_slots)
-        self._slots = SlotTable(num_blocks) if num_slots else None
+        self._slots = _slot_table(num_blocks) if num_slots else None
         copies = self._cache.host_copies(options.num_host_blocks, options.num_host_slots)
         self._copies = copies if copies is None or unit is None else RankCopies(copies, unit)
         self._info = runner_info(
@@ -369,6 +371,12 @@ class ModelRunner:
 
     def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(array).long().to(self._model.device)
+
+
+def _slot_table(num_blocks: int) -> "SlotTable":
+    from parrot.engine.runner.windows import SlotTable  # Only models with window slots.
+
+    return SlotTable(num_blocks)
 
 
 def _attention(cache: KVCache, spec: DecoderSpec) -> TorchAttention | GroupedAttention:

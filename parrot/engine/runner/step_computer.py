@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,8 +40,10 @@ from parrot.engine.runner.inputs import (
     draw_settings,
 )
 from parrot.engine.runner.log_probabilities import score_tokens
-from parrot.engine.runner.windows import DeviceSlots
 from parrot.protocol.sampling import MAX_LOGPROBS, ResolvedSampling
+
+if TYPE_CHECKING:
+    from parrot.engine.runner.windows import DeviceSlots
 
 _NUM_NUMBERS = 2**16  # Initial size of the buffers for adjustments and masks, in int32 numbers.
 
@@ -273,7 +275,7 @@ class StepComputer:
         self._tables = torch.zeros(table_size, dtype=torch.int32, device=device)
         self._slots: DeviceSlots | None = None
         if num_blocks_with_slots:
-            self._slots = DeviceSlots(num_blocks_with_slots, self._tables)
+            self._slots = _device_slots(num_blocks_with_slots, self._tables)
         self._stage = Stage(4 * max_tokens + rows * (2 * width + NUM_SETTINGS + 8) + 1024, device)
         self._sampler = Sampler(device)
         self._launcher = ThreadPoolExecutor(
@@ -490,6 +492,12 @@ class StepComputer:
         positions = np.arange(num_tokens, dtype=np.int32) % self._synthetic.max_seq_len
         tokens, none = _pad(_NONE, num_tokens, 0), _pad(_NONE, num_tokens, -1)
         return self._stage.send([tokens, positions, none, _pad(_NONE, num_logits, 0)])
+
+
+def _device_slots(num_blocks: int, tables: torch.Tensor) -> "DeviceSlots":
+    from parrot.engine.runner.windows import DeviceSlots  # Only models with window slots.
+
+    return DeviceSlots(num_blocks, tables)
 
 
 def _use(device: torch.device) -> None:
