@@ -169,7 +169,7 @@ const Row = memo(function Row({
             <Shape bars={run.shape ?? []} />
           </td>
         )}
-        <td class="n">
+        <td class="n c-calls">
           {run.done === run.calls ? count(run.calls) : `${count(run.done)} of ${count(run.calls)}`}
           <span class="only-phone"> {run.calls === 1 ? "call" : "calls"}</span>
         </td>
