@@ -16,7 +16,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from parrot.journal.migrations import SCHEMA
+from parrot.journal.log import Record
+from parrot.journal.migrations import SCHEMA, added_records
 from parrot.journal.postgres import Lease, PostgresRecords, prepare
 from parrot.journal.sqlite import JournalFile
 from parrot.serve.config import CoreConfig
@@ -140,3 +141,21 @@ async def test_tables_of_postgresql_are_migrated_under_the_lease(postgres: Serve
     with psycopg.connect(address, autocommit=True) as server:
         schema = server.execute("SELECT value FROM parrot_facts WHERE name = 'schema'").fetchone()
     assert schema == (SCHEMA,)
+
+
+def test_each_kind_of_call_makes_its_models_known() -> None:
+    """One record alone: no other record names the model."""
+    payloads: list[tuple[str, dict[str, Any]]] = [
+        ("call", {"request": {"models": ["m"]}}),
+        ("graph", {"request": {"calls": [{"models": ["m"]}, {}]}}),
+        ("prompt", {"options": {"models": ["m"]}}),
+        ("response", {"work": {"request": {"model": "m"}}}),
+    ]
+    for kind, fields in payloads:
+        record = Record(7, 1e9, "1", kind, json.dumps(fields).encode())
+        (added,) = added_records([record], last_seq=9)
+        assert (added.seq, added.fields()) == (10, {"name": "m", "since": 1_000_000_000}), kind
+        known = Record(8, 1e9, "models", "model", b'{"name":"m","since":1}')
+        assert added_records([record, known], last_seq=9) == []
+    nothing = Record(1, 1e9, "r", "response", b'{"work":null}')
+    assert added_records([nothing], last_seq=1) == []
