@@ -281,6 +281,21 @@ class TestWhenItRuns:
             await session.graph.variable(var_id).wait()
         assert site.engine.prompts == [f"{USER}now{ASSISTANT}"]
 
+    async def test_the_deadline_of_a_deferred_call_counts_from_its_request(
+        self, site: Site
+    ) -> None:
+        site.engine.script = Script(hang_after=0)
+        scope = await begin(site, on_demand=True)
+        var_id = await deferred(site, "now", criteria="latency", deadline=30.0, **scope)
+        session = site.core.sessions.find(scope["session_id"])
+        assert session is not None
+        producer = session.graph.variable(var_id).producer
+        assert producer is not None
+        assert producer.objective is not None
+        assert producer.objective.deadline is not None
+        left_s = producer.objective.deadline - site.core.clock.now()
+        assert 0 < left_s <= 30.0
+
     async def test_a_deferred_call_runs_in_the_background_once_anything_is_read(
         self, site: Site
     ) -> None:

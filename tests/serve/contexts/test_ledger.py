@@ -142,6 +142,18 @@ def test_a_retired_context_is_not_found_and_its_forks_stay(book: Book) -> None:
     assert book.usage(7)[1] == 5
 
 
+def test_a_released_context_with_forks_stays(book: Book) -> None:
+    """A prefetch was cancelled, but another call already continues its context."""
+    root, alone = book.add("r", 10), book.add("a", 10)
+    book.add("l", 10, root).mark_computed()
+    alone.mark_computed()
+    book.release(root)
+    assert freed(book) == []
+    assert book.index.match(7, [b"r"]) == (1, root, Boundary(b"r", 10, 0))
+    book.release(alone)
+    assert freed(book) == [alone.id]
+
+
 def test_a_context_is_retired_with_its_ancestors_but_not_their_other_forks(book: Book) -> None:
     root = book.add("r", 10, owner="acme")
     lost, other = book.add("l", 10, root), book.add("o", 10, root)
