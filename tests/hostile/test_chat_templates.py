@@ -5,9 +5,12 @@ import time
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
+from parrot.serve.config import CoreConfig
 from parrot.serve.prompts import templates
 from parrot.serve.prompts.templates import ModelTemplate
+from tests.gateway.vendors.conftest import MODEL, serve
 from tests.support.cpu_speed import slowness
+from tests.support.fake_engine import fake_engine
 
 WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
@@ -169,3 +172,30 @@ def test_an_honest_template_of_a_long_chat_is_not_refused(
     cpu_s, factor = time.thread_time, times_slower / slowness()
     monkeypatch.setattr(templates, "thread_time", lambda: factor * cpu_s())
     assert ModelTemplate(template).render(ROUND * 300)
+
+
+async def test_a_template_that_shows_a_lone_surrogate_is_refused_before_an_engine() -> None:
+    """No engine could receive the text, so no attempt is made."""
+    template = "{{ '\\ud800' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    engine = fake_engine("e0", model=MODEL, chat_template=template)
+    messages = [{"role": "user", "content": "Hi"}]
+    async with serve(CoreConfig(), engine) as site:
+        for path, fields in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 5}),
+            ("/v1/responses", {"input": "Hi"}),
+        ):
+            status, answer = await site.send(path, {"model": MODEL, **fields})
+            assert status == 400, answer
+            assert "chat template failed" in answer["error"]["message"]
+        scope = await site.post("/v1/session", {})
+        call = await site.post(
+            "/v1/semantic_call",
+            scope
+            | {"template": "Hi {{o}}", "chat": True}
+            | {"parameters": [{"name": "o", "is_output": True}]},
+        )
+        path = f"/v1/semantic_var/{call['param_info'][-1]['var_id']}"
+        async with site.http.get(path, params=scope) as read:
+            assert read.status == 400, await read.text()
+    assert not engine.requests

@@ -202,3 +202,9 @@ def test_braces_of_a_template(server: Server) -> None:
         raw = json.dumps(scope | {"template": text, "parameters": [made("y")]}).encode()
         status, answer = server.ask("POST", "/v1/semantic_call", raw, token)
         assert (status, answer["error"]["param"]) == (400, "template")
+
+
+@pytest.mark.parametrize(("length", "status"), [(2**22 // 3, 200), (4_000_000, 400)])
+def test_the_tokens_of_a_text_of_wide_characters(server: Server, length: int, status: int) -> None:
+    raw = json.dumps({"model": "m", "prompt": "日" * length}, ensure_ascii=False).encode()
+    assert server.ask("POST", "/tokenize", raw)[0] == status
