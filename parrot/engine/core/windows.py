@@ -123,6 +123,9 @@ class WindowedTree(ContextTree):
             if end <= len(context.block_ids) * size:
                 return ()  # Most generated tokens take this path.
             return super().reserve(context, end)
+        if before:
+            self.advance(context)  # Accepted drafts have moved the window since the last step.
+            before = context.window
         window = self._hold_written(context, stop)
         tail = context.num_computed // self.block_size
         is_replaced = tail in window and self.must_copy(context)

@@ -1,7 +1,10 @@
 """Contexts of models with windows: what is kept, reused and computed again."""
 
+import pytest
+
 from parrot.engine.core.steps import WindowInfo
 from parrot.engine.core.windows import WindowedTree
+from parrot.protocol.engine_api import DraftSources
 from tests.support.core_harness import Harness, piece
 
 # Blocks of 4 tokens, and windows of 8.
@@ -113,3 +116,16 @@ def test_a_chunk_never_needs_more_than_all_slots() -> None:
     world.run()
     assert answer.response.filled_len == 160
     assert max(plan.num_tokens for plan in world.runner.plans) == 8
+
+
+@pytest.mark.parametrize("num_slots", range(10, 20))
+def test_accepted_drafts_release_the_window_that_they_pass(num_slots: int) -> None:
+    """A window of 8 blocks of one token. Drafts take all other slots."""
+    window = WindowInfo(num_slots, num_tokens=8)
+    world = Harness(64, 1, 200, draft_sizes=(2, 4, 8), window=window)
+    alphabet = TEXT[:26] * 3
+    drafts = DraftSources(texts=([*alphabet.encode()],))
+    answer = world.generate(piece(1, "abc"), length=60, drafts=drafts)
+    world.run()
+    assert answer.text == alphabet[3:63]
+    assert answer.response.usage.accepted_tokens > 10
