@@ -169,6 +169,33 @@ async def focused(stage: Stage) -> Any:
     return await stage.page.evaluate("document.activeElement.dataset.node")
 
 
+async def test_the_graph_is_moved_and_zoomed(stage: Stage) -> None:
+    await stage.page.set_viewport_size({"width": 1000, "height": 800})
+    await stage.goto(RUN)
+    page = stage.page
+    node = page.locator(".node[data-node=verdict]")
+    before = await node.bounding_box()
+    assert before is not None
+    await page.mouse.move(before["x"] + 40, before["y"] + 20)
+    await page.mouse.down()
+    await page.mouse.move(before["x"] + 140, before["y"] + 50, steps=4)
+    await page.mouse.up()
+    after = await node.bounding_box()
+    assert after is not None
+    assert round(after["x"] - before["x"]) == 100
+    assert await page.locator(".panel").count() == 0  # A drag that begins on a node opens nothing.
+    scale = page.locator(".box header .end > span")
+    shown = await scale.inner_text()
+    await page.keyboard.down("Control")
+    await page.mouse.wheel(0, -100)
+    await page.keyboard.up("Control")
+    await expect(scale).not_to_have_text(shown)
+    await page.get_by_label("Fit to the window").click()
+    await expect(scale).to_have_text(shown)
+    await node.click()
+    await page.wait_for_selector(".panel h2 >> text=review")
+
+
 async def test_a_call_is_marked_everywhere(stage: Stage) -> None:
     await stage.goto(RUN)
     page = stage.page

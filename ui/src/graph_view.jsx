@@ -1,93 +1,30 @@
 // The graph of a run. It can be moved, zoomed, and walked through with the keyboard.
-import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { cut, plural, seconds, share } from "./format.js";
+import { heightOf, neighbour, useView } from "./graph_moves.js";
 import { Glyph, Icon } from "./icons.jsx";
 import { NODE } from "./layout.js";
 import { memo } from "./memo.js";
 import { looks } from "./states.js";
 
-const FIT_AT_LEAST = 0.8; // A smaller scale cannot be read, so the graph is cut instead.
-const FAR = 0.45; // Below this scale only boxes are drawn.
-const MARGIN = 20;
-const STEP = 60; // Pixels that an arrow key moves the graph.
-const MIN_HEIGHT = 190; // Pixels of the window of a graph.
-const MAX_HEIGHT = innerWidth > 720 ? 340 : 250;
 const MAX_NAME = 17; // Characters of a name that fit into a node.
-const MANY_NODES = 200; // With more, nodes far from the window are only boxes.
 
 export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }) {
-  const canvas = useRef(null);
-  const group = useRef(null);
-  const zoom = useRef(null);
-  const view = useRef({ x: 0, y: 0, k: 1, isMoved: false });
-  const before = useRef(new Map());
   const [at, setAt] = useState(null); // the node that the Tab key reaches
-  const size = useSize(canvas);
-  const [near, setNear] = useState(null); // the part of a large graph that is drawn with texts
   const focus = shown ?? focusOf(graph, layout);
-
-  const put = (changed) => {
-    Object.assign(view.current, changed);
-    const { x, y, k } = view.current;
-    group.current.setAttribute("transform", `translate(${x},${y}) scale(${k})`);
-    group.current.classList.toggle("far", k < FAR);
-    zoom.current.textContent = `${Math.round(k * 100)} %`;
-    if (layout.nodes.length > MANY_NODES) setNear((old) => nearPart(view.current, size, old));
-  };
-  const isNear = (node) =>
-    layout.nodes.length <= MANY_NODES || (near !== null && isInside(node, near));
-  const fit = () => put({ ...fitted(size, layout, focus), isMoved: false });
-  const scale = (by, cx = size.width / 2, cy = size.height / 2) => {
-    const { x, y, k } = view.current;
-    const next = Math.min(2.5, Math.max(0.15, k * by));
-    put({ x: cx - ((cx - x) * next) / k, y: cy - ((cy - y) * next) / k, k: next, isMoved: true });
-  };
-  const move = (dx, dy) => put({ x: view.current.x + dx, y: view.current.y + dy, isMoved: true });
-
-  useLayoutEffect(() => {
-    if (size === null) return;
-    const old = before.current;
-    const anchor = view.current.isMoved && layout.nodes.find((node) => old.has(node.id));
-    if (anchor) {
-      const { k, x, y } = view.current;
-      put({
-        x: x + (old.get(anchor.id).x - anchor.x) * k,
-        y: y + (old.get(anchor.id).y - anchor.y) * k,
-      });
-    } else {
-      fit();
-    }
-    before.current = new Map(layout.nodes.map((node) => [node.id, { x: node.x, y: node.y }]));
-  }, [layout, size]);
-  usePointers(canvas, view, put, scale);
-
-  const show = (node) => {
-    setAt(node.id);
-    const element = group.current.querySelector(`[data-node="${CSS.escape(node.id)}"]`);
-    element.focus({ preventScroll: true });
-    const { x, y, k } = view.current;
-    const { width, height } = size;
-    const left = x + node.x * k;
-    const top = y + node.y * k;
-    const dx = left < 8 ? 8 - left : Math.min(0, width - 8 - left - NODE.width * k);
-    const dy = top < 8 ? 8 - top : Math.min(0, height - 8 - top - NODE.height * k);
-    if (dx || dy) move(dx, dy);
-  };
+  const { refs, size, fit, scale, pan, reveal, isNear } = useView(layout, focus);
   const walk = (event, node) => {
     const next = neighbour(layout.nodes, node, event.key);
     if (!next) return;
     event.preventDefault();
     event.stopPropagation();
-    show(next);
+    setAt(next.id);
+    const name = CSS.escape(next.id);
+    refs.group.current.querySelector(`[data-node="${name}"]`).focus({ preventScroll: true });
+    reveal(next);
   };
-  const pan = (event) => {
-    const [dx, dy] = DIRECTIONS[event.key] ?? [];
-    if (dx === undefined || event.ctrlKey || event.metaKey || event.altKey) return;
-    event.preventDefault();
-    move(-dx * STEP, -dy * STEP);
-  };
-  const reached =
-    at && layout.nodes.some((node) => node.id === at) ? at : (focus?.id ?? layout.nodes[0]?.id);
+  const isThere = at && layout.nodes.some((node) => node.id === at);
+  const reached = isThere ? at : (focus?.id ?? layout.nodes[0]?.id);
   return (
     <section class="card box" aria-label="Graph">
       <header>
@@ -95,38 +32,9 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
         <span class="dim only-wide">
           {plural(graph.calls.size, "call")}, {plural(layout.nodes.length, "node")}
         </span>
-        <span class="end">
-          <button
-            class="btn ghost small"
-            type="button"
-            aria-label="Zoom out"
-            title="Zoom out"
-            onClick={() => scale(0.8)}
-          >
-            −
-          </button>
-          <span ref={zoom} />
-          <button
-            class="btn ghost small"
-            type="button"
-            aria-label="Zoom in"
-            title="Zoom in"
-            onClick={() => scale(1.25)}
-          >
-            +
-          </button>
-          <button
-            class="btn ghost small"
-            type="button"
-            aria-label="Fit to the window"
-            title="Fit to the window"
-            onClick={fit}
-          >
-            <Icon name="fit" />
-          </button>
-        </span>
+        <Zoom value={refs.zoom} scale={scale} fit={fit} />
       </header>
-      <div class="canvas" ref={canvas} style={{ height: `${heightOf(layout, size)}px` }}>
+      <div class="canvas" ref={refs.canvas} style={{ height: `${heightOf(layout, size)}px` }}>
         <svg
           class="g"
           role="group"
@@ -134,7 +42,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
           aria-label="Graph of calls. Arrow keys move it; in it, they go from call to call."
           onKeyDown={pan}
         >
-          <g ref={group}>
+          <g ref={refs.group}>
             {size &&
               layout.edges.map((edge) => (
                 <Edge
@@ -160,159 +68,58 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
               ))}
           </g>
         </svg>
-        <p class="key">
-          <span>
-            <i class="c" />
-            critical path
-          </span>
-          {isLive && (
-            <span>
-              <i class="w" />
-              waits
-            </span>
-          )}
-          <span>
-            <i class="f" />
-            failed because of
-          </span>
-        </p>
+        <Key isLive={isLive} />
       </div>
     </section>
   );
 }
 
-/** The window is as high as the graph, within bounds. */
-function heightOf({ width, height }, size) {
-  const k =
-    size === null ? 1 : Math.min(1.15, Math.max(FIT_AT_LEAST, (size.width - 2 * MARGIN) / width));
-  return Math.round(Math.min(MAX_HEIGHT, Math.max(MIN_HEIGHT, height * k + 96)));
-}
+const Zoom = ({ value, scale, fit }) => {
+  const button = (label, onClick, children) => (
+    <button
+      class="btn ghost small"
+      type="button"
+      aria-label={label}
+      title={label}
+      onClick={onClick}
+    >
+      {children}
+    </button>
+  );
+  return (
+    <span class="end">
+      {button("Zoom out", () => scale(0.8), "−")}
+      <span ref={value} />
+      {button("Zoom in", () => scale(1.25), "+")}
+      {button("Fit to the window", fit, <Icon name="fit" />)}
+    </span>
+  );
+};
 
-const isInside = ({ x, y }, part) =>
-  x > part.left && x < part.right && y > part.top && y < part.bottom;
-
-/** The part of the graph in the window, and a window around; the old one while it is enough. */
-function nearPart({ x, y, k }, { width, height }, old) {
-  const [left, top] = [-x / k, -y / k];
-  const [right, bottom] = [left + width / k, top + height / k];
-  const isEnough =
-    old !== null &&
-    left - NODE.width > old.left &&
-    right < old.right &&
-    top - NODE.height > old.top &&
-    bottom < old.bottom;
-  if (isEnough && old.k >= k) return old;
-  const [dx, dy] = [width / k, height / k];
-  return { left: left - dx, right: right + dx, top: top - dy, bottom: bottom + dy, k };
-}
-
-/** The size of an element, known before it has content: measuring a large drawing takes long. */
-export function useSize(element) {
-  const [size, setSize] = useState(null);
-  useLayoutEffect(() => {
-    const measure = () => {
-      const { clientWidth: width, clientHeight: height } = element.current;
-      setSize((old) => (old?.width === width && old.height === height ? old : { width, height }));
-    };
-    measure();
-    const watch = new ResizeObserver(([{ contentRect }]) => {
-      const { width, height } = contentRect;
-      setSize((old) => (old?.width === width && old.height === height ? old : { width, height }));
-    });
-    watch.observe(element.current);
-    return () => watch.disconnect();
-  }, []);
-  return size;
-}
+const Key = ({ isLive }) => (
+  <p class="key">
+    <span>
+      <i class="c" />
+      critical path
+    </span>
+    {isLive && (
+      <span>
+        <i class="w" />
+        waits
+      </span>
+    )}
+    <span>
+      <i class="f" />
+      failed because of
+    </span>
+  </p>
+);
 
 /** The node in the middle of a graph that is too wide: a failed or running one, or the last. */
 function focusOf(graph, layout) {
   const has = (state) =>
     layout.nodes.find((node) => node.members.some((id) => graph.calls.get(id)?.state === state));
   return has("running") ?? has("failed") ?? layout.nodes[0];
-}
-
-function fitted({ width: clientWidth, height: clientHeight }, { width, height }, focus) {
-  const whole = Math.min((clientWidth - 2 * MARGIN) / width, (clientHeight - 52) / height, 1.15);
-  const k = Math.max(whole, FIT_AT_LEAST);
-  const along = (size, length, middle) => {
-    if (length * k <= size - 2 * MARGIN) return (size - length * k) / 2;
-    return Math.max(Math.min(MARGIN, size / 2 - middle * k), size - length * k - MARGIN);
-  };
-  const middleX = focus ? focus.x + NODE.width / 2 : 0;
-  const middleY = focus ? focus.y + NODE.height / 2 : 0;
-  return { k, x: along(clientWidth, width, middleX), y: along(clientHeight, height, middleY) - 2 };
-}
-
-const DIRECTIONS = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] };
-
-/** The nearest node in the direction of an arrow key. */
-function neighbour(nodes, from, key) {
-  if (!(key in DIRECTIONS)) return undefined;
-  const [dx, dy] = DIRECTIONS[key];
-  const distance = (node) => {
-    const along = dx * (node.x - from.x) + dy * (node.y - from.y);
-    const across = Math.abs(dy * (node.x - from.x) + dx * (node.y - from.y));
-    return along > 0 ? along + 2 * across : Infinity;
-  };
-  const best = nodes.reduce((a, b) => (distance(b) < distance(a) ? b : a));
-  return distance(best) < Infinity ? best : undefined;
-}
-
-/** One pointer moves the graph, two zoom it, and so does the wheel with Ctrl. */
-function usePointers(canvas, view, put, scale) {
-  const act = useRef({});
-  act.current = { put, scale };
-  useEffect(() => {
-    const element = canvas.current;
-    const pointers = new Map();
-    const distance = () => {
-      const [a, b] = [...pointers.values()];
-      return Math.hypot(a.x - b.x, a.y - b.y);
-    };
-    const down = (event) => {
-      if (event.button) return;
-      pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
-    };
-    const drag = (event) => {
-      const last = pointers.get(event.pointerId);
-      if (!last) return;
-      const wide = pointers.size === 2 ? distance() : 0;
-      pointers.set(event.pointerId, { x: event.clientX, y: event.clientY });
-      if (wide) {
-        const [a, b] = [...pointers.values()];
-        const box = element.getBoundingClientRect();
-        act.current.scale(distance() / wide, (a.x + b.x) / 2 - box.x, (a.y + b.y) / 2 - box.y);
-      } else if (pointers.size === 1) {
-        act.current.put({
-          x: view.current.x + event.clientX - last.x,
-          y: view.current.y + event.clientY - last.y,
-          isMoved: true,
-        });
-      }
-    };
-    const up = (event) => pointers.delete(event.pointerId);
-    const wheel = (event) => {
-      if (!event.ctrlKey && !event.metaKey) return;
-      event.preventDefault();
-      const box = element.getBoundingClientRect();
-      act.current.scale(
-        event.deltaY < 0 ? 1.12 : 0.89,
-        event.clientX - box.x,
-        event.clientY - box.y,
-      );
-    };
-    element.addEventListener("pointerdown", down);
-    addEventListener("pointermove", drag);
-    addEventListener("pointerup", up);
-    addEventListener("pointercancel", up);
-    element.addEventListener("wheel", wheel, { passive: false });
-    return () => {
-      removeEventListener("pointermove", drag);
-      removeEventListener("pointerup", up);
-      removeEventListener("pointercancel", up);
-    };
-  }, []);
 }
 
 function shapeOf({ from, to, lanes }) {

@@ -20,70 +20,26 @@ const draftOf = (example) => ({
 export function Playground() {
   useTitle("Playground");
   const [draft, setDraft] = useState(() => readDraft() ?? draftOf(FIRST));
-  const [run, setRun] = useState(null);
-  const [error, setError] = useState(null);
-  const [isStarting, setStarting] = useState(false);
   const models = useModels();
   const results = useRef(null);
   const { calls, values, settings } = draft;
   const program = readProgram(calls, settings);
   const wrong = problem(program);
+  const reveal = () => results.current?.scrollIntoView({ behavior: "smooth", block: "nearest" });
+  const { run, error, isStarting, start, forget } = useStart(program, values, wrong, reveal);
   const change = (fields) => {
-    if (fields.example) setRun(null);
+    if (fields.example) forget();
     const changed = { ...draft, ...fields };
     setDraft(changed);
     keepDraft(changed);
   };
-  const start = async () => {
-    if (wrong || isStarting) return;
-    setStarting(true);
-    setError(null);
-    try {
-      const session = await post("sessions");
-      const answer = await postTo("../v1/semantic_graph", {
-        ...session,
-        ...graphRequest(program, values),
-      });
-      setRun({
-        session,
-        variables: answer.variables,
-        outputs: program.calls.map((call) => call.name),
-      });
-      results.current?.scrollIntoView({ behavior: "smooth", block: "nearest" });
-    } catch (failure) {
-      setError(failure.message);
-    }
-    setStarting(false);
-  };
-  const latest = useRef(start);
-  latest.current = start;
-  useEffect(() => {
-    const press = (event) =>
-      event.key === "Enter" && (event.ctrlKey || event.metaKey) && latest.current();
-    addEventListener("keydown", press);
-    return () => removeEventListener("keydown", press);
-  }, []);
   const setCall = (i, fields) =>
     change({ calls: calls.map((call, j) => (i === j ? { ...call, ...fields } : call)) });
   return (
     <div class="screen">
       <div class="head">
         <h1>Playground</h1>
-        <label>
-          <span class="sr">Example</span>
-          <select
-            class="field"
-            value={draft.example ?? ""}
-            onChange={(event) => event.target.value && change(draftOf(event.target.value))}
-          >
-            {!draft.example && <option value="">{draft.title ?? "Your own program"}</option>}
-            {Object.keys(EXAMPLES).map((name) => (
-              <option key={name} value={name}>
-                Example: {name}
-              </option>
-            ))}
-          </select>
-        </label>
+        <Examples draft={draft} choose={(name) => change(draftOf(name))} />
       </div>
       <Settings
         settings={settings}
@@ -106,25 +62,11 @@ export function Playground() {
       <div class="play">
         <div>
           {program.inputs.length > 0 && (
-            <section class="card call" aria-label="Inputs">
-              <header>
-                <h2>Inputs</h2>
-              </header>
-              {program.inputs.map((name) => (
-                <label class="msg" key={name}>
-                  <b>
-                    <span class="ph">{name}</span>
-                  </b>
-                  <textarea
-                    rows="1"
-                    value={values[name] ?? ""}
-                    onInput={(event) =>
-                      change({ values: { ...values, [name]: event.target.value } })
-                    }
-                  />
-                </label>
-              ))}
-            </section>
+            <Inputs
+              names={program.inputs}
+              values={values}
+              change={(name, text) => change({ values: { ...values, [name]: text } })}
+            />
           )}
           {calls.map((call, i) => (
             <CallEditor
@@ -169,6 +111,75 @@ export function Playground() {
     </div>
   );
 }
+
+/** Runs a program: by `start`, or with Ctrl and Enter. */
+function useStart(program, values, wrong, reveal) {
+  const [run, setRun] = useState(null);
+  const [error, setError] = useState(null);
+  const [isStarting, setStarting] = useState(false);
+  const start = async () => {
+    if (wrong || isStarting) return;
+    setStarting(true);
+    setError(null);
+    try {
+      const session = await post("sessions");
+      const request = { ...session, ...graphRequest(program, values) };
+      const { variables } = await postTo("../v1/semantic_graph", request);
+      setRun({ session, variables, outputs: program.calls.map((call) => call.name) });
+      reveal();
+    } catch (failure) {
+      setError(failure.message);
+    }
+    setStarting(false);
+  };
+  const latest = useRef(start);
+  latest.current = start;
+  useEffect(() => {
+    const press = (event) =>
+      event.key === "Enter" && (event.ctrlKey || event.metaKey) && latest.current();
+    addEventListener("keydown", press);
+    return () => removeEventListener("keydown", press);
+  }, []);
+  return { run, error, isStarting, start, forget: () => setRun(null) };
+}
+
+const Examples = ({ draft, choose }) => (
+  <label>
+    <span class="sr">Example</span>
+    <select
+      class="field"
+      value={draft.example ?? ""}
+      onChange={(event) => event.target.value && choose(event.target.value)}
+    >
+      {!draft.example && <option value="">{draft.title ?? "Your own program"}</option>}
+      {Object.keys(EXAMPLES).map((name) => (
+        <option key={name} value={name}>
+          Example: {name}
+        </option>
+      ))}
+    </select>
+  </label>
+);
+
+const Inputs = ({ names, values, change }) => (
+  <section class="card call" aria-label="Inputs">
+    <header>
+      <h2>Inputs</h2>
+    </header>
+    {names.map((name) => (
+      <label class="msg" key={name}>
+        <b>
+          <span class="ph">{name}</span>
+        </b>
+        <textarea
+          rows="1"
+          value={values[name] ?? ""}
+          onInput={(event) => change(name, event.target.value)}
+        />
+      </label>
+    ))}
+  </section>
+);
 
 /** The models that the service has. */
 function useModels() {

@@ -76,8 +76,6 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
   const failure = useMemo(() => failureOf(graph, rows), [graph, rows]);
   const { target, open, close } = useTarget({ id, shown, group, graph, layout });
   const [isWide, setWide] = useState(false);
-  const [tab, setTab] = useState("timeline");
-  const [isFolded, setFolded] = useState(true);
   const isOver = useNarrow();
   const wasOpened = useRef(false);
   const openHere = (wanted) => {
@@ -127,15 +125,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
         <Notice feed={feed} />
         <Totals session={session} graph={graph} wall={wall} now={now} />
         <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} />
-        {graph.calls.size >= MANY_CALLS && (
-          <p class="notice">
-            <Glyph state="queued" />
-            <span>
-              You see the last {count(graph.calls.size)}
-              {session.calls > graph.calls.size && ` of ${count(session.calls)}`} calls.
-            </span>
-          </p>
-        )}
+        <Cut session={session} graph={graph} />
         {graph.calls.size > 0 ? (
           <GraphView
             graph={graph}
@@ -151,46 +141,60 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
             <p class="hint">Nothing was called yet.</p>
           </section>
         )}
-        <section class="card box" aria-label="Timeline, variables and calls">
-          <header>
-            <Tabs
-              chosen={tab}
-              onChoose={setTab}
-              variables={[...rows.keys()].filter((key) => key.startsWith("var:")).length}
-              calls={graph.calls.size}
-            />
-            {tab === "timeline" && layout.nodes.length < graph.calls.size && (
-              <span class="end">
-                <button
-                  class="btn ghost small"
-                  type="button"
-                  aria-pressed={!isFolded}
-                  onClick={() => setFolded(!isFolded)}
-                >
-                  {isFolded ? "Unfold" : "Fold equal calls"}
-                </button>
-              </span>
-            )}
-          </header>
-          {tab === "timeline" && (
-            <Timeline
-              graph={graph}
-              layout={layout}
-              wall={wall}
-              now={now}
-              isFolded={isFolded}
-              shown={target?.node ? `node ${target.node.id}` : shownCall}
-              onOpen={openHere}
-            />
-          )}
-          {tab === "variables" && <Variables {...{ rows, graph, layout }} onOpen={openHere} />}
-          {tab === "calls" && <Calls graph={graph} shares={shares} onOpen={openHere} />}
-        </section>
+        <Lower
+          run={run}
+          layout={layout}
+          shares={shares}
+          shown={target?.node ? `node ${target.node.id}` : shownCall}
+        />
       </div>
       {target && (
         <Panel target={target} run={run} isWide={isWide} setWide={setWide} close={close} />
       )}
     </div>
+  );
+}
+
+/** How many calls are shown, if there may be more. */
+const Cut = ({ session, graph }) =>
+  graph.calls.size >= MANY_CALLS && (
+    <p class="notice">
+      <Glyph state="queued" />
+      <span>
+        You see the last {count(graph.calls.size)}
+        {session.calls > graph.calls.size && ` of ${count(session.calls)}`} calls.
+      </span>
+    </p>
+  );
+
+/** The timeline, the variables or the calls. */
+function Lower({ run: { graph, rows, wall, now, open }, layout, shares, shown }) {
+  const [tab, setTab] = useState("timeline");
+  const [isFolded, setFolded] = useState(true);
+  const number = [...rows.keys()].filter((key) => key.startsWith("var:")).length;
+  return (
+    <section class="card box" aria-label="Timeline, variables and calls">
+      <header>
+        <Tabs chosen={tab} onChoose={setTab} variables={number} calls={graph.calls.size} />
+        {tab === "timeline" && layout.nodes.length < graph.calls.size && (
+          <span class="end">
+            <button
+              class="btn ghost small"
+              type="button"
+              aria-pressed={!isFolded}
+              onClick={() => setFolded(!isFolded)}
+            >
+              {isFolded ? "Unfold" : "Fold equal calls"}
+            </button>
+          </span>
+        )}
+      </header>
+      {tab === "timeline" && (
+        <Timeline {...{ graph, layout, wall, now, isFolded, shown }} onOpen={open} />
+      )}
+      {tab === "variables" && <Variables {...{ rows, graph, layout }} onOpen={open} />}
+      {tab === "calls" && <Calls graph={graph} shares={shares} onOpen={open} />}
+    </section>
   );
 }
 

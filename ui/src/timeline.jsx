@@ -1,7 +1,7 @@
 // When each call ran: a lane for each engine, and one for the program's own code.
 import { useMemo, useRef } from "preact/hooks";
-import { seconds } from "./format.js";
-import { useSize } from "./graph_view.jsx";
+import { cut, seconds } from "./format.js";
+import { useSize } from "./graph_moves.js";
 import { memo } from "./memo.js";
 
 const TALL = 24; // The height of a bar, and of a folded group.
@@ -108,35 +108,14 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
           height={y}
         >
           {ticks.map((time) => (
-            <g key={time}>
-              <line class="tick" x1={x(time)} x2={x(time)} y1="20" y2={y - 8} />
-              <text x={x(time)} y="14" text-anchor={time ? "middle" : "start"}>
-                {tick(time, step)}
-              </text>
-            </g>
+            <Tick key={time} x={x(time)} bottom={y - 8} text={tick(time, step)} isFirst={!time} />
           ))}
           {drawn.map((lane) => (
-            <g key={lane.name}>
-              <text class="lane" x="14" y={lane.top + 15}>
-                {lane.name.length > (isNarrow ? 9 : 13)
-                  ? `${lane.name.slice(0, isNarrow ? 8 : 12)}…`
-                  : lane.name}
-                <title>{lane.name}</title>
-              </text>
-              {lane.bars.map((bar) => (
-                <Bar
-                  key={`${bar.id} ${bar.members.length}`}
-                  {...lookOf(bar, graph, wall.path, x, lane, now)}
-                  id={bar.id}
-                  node={bar.node}
-                  isGroup={bar.members.length > 1}
-                  isShown={bar.members.length > 1 ? shown === `node ${bar.node}` : shown === bar.id}
-                  isNarrow={isNarrow}
-                  end={width}
-                  onOpen={onOpen}
-                />
-              ))}
-            </g>
+            <Lane
+              key={lane.name}
+              {...{ lane, graph, path: wall.path, x, now, shown, isNarrow, onOpen }}
+              end={width}
+            />
           ))}
           {gaps.length > 0 && (
             <text class="lane" x="14" y={programTop + 13}>
@@ -163,31 +142,62 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
           )}
         </svg>
       )}
-      <p class="legend tl-legend">
-        <span>
-          <i class="k-queue" />
-          queued
-        </span>
-        <span>
-          <i class="k-soft" />
-          prefill
-        </span>
-        <span>
-          <i class="k-bar" />
-          generating
-        </span>
-        <span>
-          <i class="k-shared" />
-          critical path
-        </span>
-        <span>
-          <i class="k-use" />
-          running
-        </span>
-      </p>
+      <Legend />
     </div>
   );
 }
+
+const Tick = ({ x, bottom, text, isFirst }) => (
+  <g>
+    <line class="tick" x1={x} x2={x} y1="20" y2={bottom} />
+    <text x={x} y="14" text-anchor={isFirst ? "start" : "middle"}>
+      {text}
+    </text>
+  </g>
+);
+
+function Lane({ lane, graph, path, x, now, shown, isNarrow, end, onOpen }) {
+  return (
+    <g>
+      <text class="lane" x="14" y={lane.top + 15}>
+        {cut(lane.name, isNarrow ? 9 : 13)}
+        <title>{lane.name}</title>
+      </text>
+      {lane.bars.map((bar) => (
+        <Bar
+          key={`${bar.id} ${bar.members.length}`}
+          {...lookOf(bar, graph, path, x, lane, now)}
+          id={bar.id}
+          node={bar.node}
+          isGroup={bar.members.length > 1}
+          isShown={bar.members.length > 1 ? shown === `node ${bar.node}` : shown === bar.id}
+          isNarrow={isNarrow}
+          end={end}
+          onOpen={onOpen}
+        />
+      ))}
+    </g>
+  );
+}
+
+const LEGEND = {
+  queue: "queued",
+  soft: "prefill",
+  bar: "generating",
+  shared: "critical path",
+  use: "running",
+};
+
+const Legend = () => (
+  <p class="legend tl-legend">
+    {Object.entries(LEGEND).map(([name, word]) => (
+      <span key={name}>
+        <i class={`k-${name}`} />
+        {word}
+      </span>
+    ))}
+  </p>
+);
 
 /** Add a bar's tooltip when the pointer comes, because there are many bars. */
 function addTooltip(event) {
