@@ -28,14 +28,16 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
         yield site
 
 
-async def begun(site: Site, key: str) -> dict[str, Any]:
-    """Ids of things of a tenant, and what it presents."""
+async def begun(site: Site, key: str, num_calls: int) -> dict[str, Any]:
+    """Ids of things of a tenant, and what it presents. `request_id` is that of its last call: ids
+    of calls count within a session."""
     bearer = {"Authorization": f"Bearer {key}"}
     body = {"model": MODEL, "input": "Hello"}
     response = await site.post("/v1/responses", body, headers=bearer)
     scope = await site.post("/v1/session", {"api_key": key})
     fields = {"template": "Say {{y}}", "parameters": [{"name": "y", "is_output": True}]}
-    call = await site.post("/v1/semantic_call", scope | fields)
+    for _ in range(num_calls):
+        call = await site.post("/v1/semantic_call", scope | fields)
     async with site.http.post("/ui/api/enter", json={"key": key}) as answer:
         cookie = answer.headers["Set-Cookie"].partition(";")[0]
     site.http.cookie_jar.clear()
@@ -49,7 +51,7 @@ async def begun(site: Site, key: str) -> dict[str, Any]:
 
 
 async def test_ids_of_another_tenant_are_unknown(site: Site) -> None:
-    victim, attacker = await begun(site, "k1"), await begun(site, "k2")
+    victim, attacker = await begun(site, "k1", 2), await begun(site, "k2", 1)
     before = [session.id for session in site.core.sessions]
     found = set[str]()
     for rule in rules(create_app(ServeCore(site.core.config)).routes):
