@@ -103,6 +103,10 @@ class FaultyDraftingTieredMachine(DraftingTieredMachine):
     faults: ClassVar = {"crash_token": 120, "nan_token": 121}
 
 
+class FaultyDraftingWindowedTieredMachine(FaultyDraftingTieredMachine):
+    has_windows: ClassVar = True
+
+
 TestTieredMachine = as_test(TieredMachine, 50)
 TestOverlappingTieredMachine = as_test(OverlappingTieredMachine, 50)
 TestFaultyTieredMachine = as_test(FaultyTieredMachine, 50)
@@ -113,3 +117,4 @@ TestFaultyDraftingTieredMachine = as_test(FaultyDraftingTieredMachine, 50)
 TestWindowedTieredMachine = as_test(WindowedTieredMachine, 50)
 TestOverlappingWindowedTieredMachine = as_test(OverlappingWindowedTieredMachine, 50)
 TestDraftingWindowedTieredMachine = as_test(DraftingWindowedTieredMachine, 50)
+TestFaultyDraftingWindowedTieredMachine = as_test(FaultyDraftingWindowedTieredMachine, 50)
