@@ -1,5 +1,5 @@
 // When each call ran: a lane for each engine, and one for the program's own code.
-import { useMemo, useRef } from "preact/hooks";
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { cut, seconds } from "./format.js";
 import { useSize } from "./graph_moves.js";
 import { memo } from "./memo.js";
@@ -10,6 +10,7 @@ const MANY_ROWS = 6;
 const GAP = 4;
 const LANE_GAP = 14;
 const TOP = 26; // Room for the ticks.
+const MANY_CALLS = 300; // With more, the timeline is drawn after the graph.
 const CHAR = 6.6; // The width of a character of a label.
 
 /**
@@ -66,7 +67,22 @@ function ticksOf(length, width) {
 const tick = (s, step) =>
   s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s);
 
+/** Whether to draw: a large timeline waits until the graph above it was drawn. */
+function useAfterDrawing(isLarge) {
+  const [isReady, setReady] = useState(!isLarge);
+  useEffect(() => {
+    let timer;
+    const frame = requestAnimationFrame(() => (timer = setTimeout(() => setReady(true))));
+    return () => {
+      cancelAnimationFrame(frame);
+      clearTimeout(timer);
+    };
+  }, []);
+  return isReady;
+}
+
 export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) {
+  const isReady = useAfterDrawing(graph.calls.size > MANY_CALLS);
   const box = useRef(null);
   const size = useSize(box);
   const width = Math.max(300, size?.width ?? 0);
@@ -98,7 +114,7 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   return (
     <div class="tl" ref={box}>
       {!lanes.size && <p class="hint">No call was ready yet.</p>}
-      {lanes.size > 0 && size && (
+      {lanes.size > 0 && size && isReady && (
         <svg
           role="group"
           aria-label="Timeline of calls"
