@@ -148,7 +148,12 @@ class _Facts:
         life = self.lives.get(submit.program)
         end = _or_never(None if life is None else life.ended)
         lost = [one for one in self._during(submit.invoked, end) if one.loses_engine]
-        return len(lost) >= _MAX_LOST
+        return sum(map(_num_engines, lost)) >= _MAX_LOST
+
+
+def _num_engines(fault: Disturbance) -> int:
+    """Engines that a call may lose by the fault: those that died at once, one after the other."""
+    return _MAX_LOST if fault.target == "all links" else max(1, fault.target.count("engine-"))
 
 
 def _or_never(when: float | None) -> float:
