@@ -44,13 +44,13 @@ class RecordedSandbox:
     """Returns the expected outputs of recorded native functions after the recorded seconds."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[float, list[str]]] = {}
+        self._known: dict[tuple[int, int], tuple[float, list[str]]] = {}
 
-    def expect(self, request_id: int, seconds: float, texts: list[str]) -> None:
-        self._known[request_id] = (seconds, texts)
+    def expect(self, session_id: int, request_id: int, seconds: float, texts: list[str]) -> None:
+        self._known[session_id, request_id] = (seconds, texts)
 
     async def evaluate(self, call: NativeCall) -> Sequence[object]:
-        seconds, texts = self._known.pop(call.request_id)
+        seconds, texts = self._known.pop((call.session_id, call.request_id))
         await asyncio.sleep(seconds)
         return texts
 

@@ -222,7 +222,8 @@ class _Player:
             seconds = row.finished_s - row.started_s
         made = self._session.native_texts
         texts = [self._texts.of(made[var_id]) if var_id in made else "" for var_id in outputs]
-        self._sandbox.expect(response.request_id, seconds, texts)
+        session_id = self._scope["session_id"]
+        self._sandbox.expect(session_id, response.request_id, seconds, texts)
 
     def _note_ids(self, event: CallLine | NativeLine, response: CallResponse) -> None:
         self._requests[event.request_id] = response.request_id

@@ -24,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def actors(folder: Path) -> Iterator[list[ServerActor]]:
     """ServeCore, and an engine that drains for at most 1 s."""
-    core = {"port": free_port("127.0.0.1", set()), "api_keys": ["key"]}
+    core = {"port": free_port("127.0.0.1", set()), "api_keys": ["a key of sixteen letters"]}
     planned = plan(core, [{"engine_type": "sim", "drain_timeout": 1.0}])
     servers = (planned.core, *planned.engines)
     made = [ServerActor(server, "127.0.0.1", hides_gpus=True) for server in servers]

@@ -326,7 +326,7 @@ async def test_any_session_continues_a_shared_result_on_its_engine(world: World)
     engine.resume.set()
     await reads[1]
     engine.script = Script()
-    request = {"template": "Go on {{out}}", "parameters": [made("out")], "successor_of": 2}
+    request = {"template": "Go on {{out}}", "parameters": [made("out")], "successor_of": 1}
     submitted = SemanticCallRequest.model_validate(second.scope | request)
     await second.read(var_ids(world.core.submit_call(submitted))["out"])
     assert len(engine.requests) == 2
