@@ -65,7 +65,7 @@ function ticksOf(length, width) {
 }
 
 const tick = (s, step) =>
-  s === 0 ? "0 s" : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s);
+  s === 0 ? "0 s" : step < 0.0995 && s < 1 ? `${Math.round(s * 1000)} ms` : step < 1 ? seconds(s) : s < 100 ? `${Math.round(s)} s` : seconds(s);
 
 /** Whether to draw: a large timeline waits until the graph above it was drawn. */
 function useAfterDrawing(isLarge) {
