@@ -10,6 +10,7 @@ from parrot.engine.models.parallel import Part
 from parrot.engine.models.reading import usable
 from parrot.utils.config import ConfigError
 
+_E4M3 = "F8_E4M3"  # The name of the type in a file's header.
 _SCALES = ("_scale", "_scale_inv")  # Ends of the names of a matrix's factors in e4m3.
 
 
@@ -48,17 +49,32 @@ class SafetensorsFolder:
         tensor = self._read(name, device, part)
         if tensor.dtype != torch.float8_e4m3fn:
             return tensor
-        return tensor.float().mul_(self._factors(name, tensor, part))
+        scales = self._scales_of(name, device)
+        factors = _row_factors(scales, len(tensor), part)
+        if factors is None:
+            factors = self._block_factors(name, scales, tensor, part)
+        return tensor.float().mul_(factors)
 
     def packed(self, name: str, device: torch.device, part: Part | None = None) -> Fp8Matrix | None:
         """The matrix if it is in e4m3 with one factor, or one per row."""
-        tensor = self._read(name, device, part)
-        if tensor.dtype != torch.float8_e4m3fn or tensor.dim() != 2:
+        # The header and the factors tell whether it is. Other matrices are only read by `get`.
+        num_rows = self._e4m3_rows(name, part)
+        if num_rows is None:
             return None
-        factors = self._factors(name, tensor, part)
-        if factors.shape[1] != 1:
+        factors = _row_factors(self._scales_of(name, device), num_rows, part)
+        if factors is None:
             return None
-        return Fp8Matrix(tensor, factors.flatten().contiguous())
+        return Fp8Matrix(self._read(name, device, part), factors.flatten().contiguous())
+
+    def _e4m3_rows(self, name: str, part: Part | None) -> int | None:
+        """The rows of a matrix in e4m3 or of a part of it; None for other types."""
+        path = self._file_of[name]
+        with usable(str(path)), safe_open(path, framework="pt") as file:
+            found = file.get_slice(name)
+            whole = tuple(found.get_shape())
+            if found.get_dtype() != _E4M3 or len(whole) != 2:
+                return None
+        return whole[0] if part is None or whole[part.dim] != part.size else part.shape(whole)[0]
 
     def _read(self, name: str, device: torch.device, part: Part | None) -> torch.Tensor:
         path = self._file_of[name]
@@ -71,23 +87,37 @@ class SafetensorsFolder:
                 tensor = file.get_slice(name)[where].contiguous()
         return tensor
 
-    def _factors(self, name: str, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-        """Factors of a matrix or of a part of it, float32 [rows, 1] or [rows, columns]."""
+    def _scales_of(self, name: str, device: torch.device) -> torch.Tensor:
+        """The factors of a matrix as they are in the file, float32."""
+        return self._read(self._name_of_scales(name), device, None).float()
+
+    def _name_of_scales(self, name: str) -> str:
         scales = next((name + end for end in _SCALES if name + end in self), None)
         if scales is None:
             raise ConfigError(f"tensor {name!r} is in e4m3 and has no {name}{_SCALES[0]}")
-        found = self._read(scales, tensor.device, None).float()
-        rows, columns = tensor.shape
-        whole_rows = rows if part is None or part.dim else part.size
-        if found.numel() == 1:
-            return found.view(1, 1).expand(rows, 1)
-        if found.numel() == whole_rows:
-            found = found.view(-1, 1)
-            return part.of(found) if part is not None and part.dim == 0 else found
-        if self._block is None or found.dim() != 2:
-            raise ConfigError(f"tensor {scales!r} has shape {list(found.shape)} for {name!r}")
+        return scales
+
+    def _block_factors(
+        self, name: str, scales: torch.Tensor, tensor: torch.Tensor, part: Part | None
+    ) -> torch.Tensor:
+        """The factor of each number of a matrix or of a part of it, from those of blocks."""
+        if self._block is None or scales.dim() != 2:
+            found = self._name_of_scales(name)
+            raise ConfigError(f"tensor {found!r} has shape {list(scales.shape)} for {name!r}")
         first = (0, 0) if part is None else (part.start, 0) if part.dim == 0 else (0, part.start)
-        for dim, size in enumerate((rows, columns)):
-            places = torch.arange(first[dim], first[dim] + size, device=found.device)
-            found = found.index_select(dim, places // self._block[dim])
-        return found
+        for dim, size in enumerate(tensor.shape):
+            places = torch.arange(first[dim], first[dim] + size, device=scales.device)
+            scales = scales.index_select(dim, places // self._block[dim])
+        return scales
+
+
+def _row_factors(scales: torch.Tensor, num_rows: int, part: Part | None) -> torch.Tensor | None:
+    """The factor of each row [rows, 1] of a matrix or of a part of it; None if blocks have
+    factors."""
+    if scales.numel() == 1:
+        return scales.view(1, 1).expand(num_rows, 1)
+    is_rows = part is not None and part.dim == 0
+    if scales.numel() != (part.size if part is not None and is_rows else num_rows):
+        return None
+    found = scales.view(-1, 1)
+    return part.of(found) if part is not None and is_rows else found
