@@ -57,8 +57,9 @@ def test_a_layer_of_products(rows: int) -> None:
     gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
     x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
     gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
-    middle = Fp8Weight(gate_up, None).gated(x)
-    Fp8Weight(down, None).add_and_norm(middle, residual, RMSNorm(gain, 1e-5))
+    middle = Fp8Weight.of(gate_up, None).gated(x, for_e4m3=True)
+    norm = RMSNorm(gain, 1e-5)
+    Fp8Weight.of(down, None).add_and_norm(middle, residual, norm, for_e4m3=True)
     gate, up = product(x, gate_up).split(inner, dim=1)
     expected = F.silu(gate) * up
     if isinstance(middle, CodedRows):

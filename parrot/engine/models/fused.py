@@ -16,12 +16,14 @@ from parrot.engine.models.fused_weights import (
     DOWN_SLOT,
     EMBEDDING_SLOT,
     OUT_SLOT,
+    LayerWeight,
     Normed,
+    few_rows,
 )
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.weights import LayerWeight, plain_weight, weight_of
+from parrot.engine.models.weights import plain_weight, weight_of
 
 HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
@@ -102,7 +104,7 @@ class FusedDecoder:
             _FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
         ]
         self._norm = model.norm
-        self._lm_head = plain_weight(model.lm_head)
+        self._lm_head: LayerWeight = plain_weight(model.lm_head)
 
     def __call__(
         self,
@@ -140,11 +142,15 @@ class FusedDecoder:
             if index == last and sample_rows is not None:
                 attended = attended.index_select(0, sample_rows)
                 residual = residual.index_select(0, sample_rows)
-            normed = layer.out.add_and_norm(attended, residual, layer.mlp_norm)
-            next_norm = self._norm if index == last else self._layers[index + 1].attn_norm
-            hidden = layer.gate_up.gated(normed)
-            is_last = index == last
-            normed = layer.down.add_and_norm(hidden, residual, next_norm, is_last=is_last)
+            next_norm, reader = self._norm, self._lm_head
+            if index < last:
+                next_norm, reader = self._layers[index + 1].attn_norm, self._layers[index + 1].qkv
+            gate_up, down = layer.gate_up, layer.down
+            normed = layer.out.add_and_norm(
+                attended, residual, layer.mlp_norm, for_e4m3=gate_up.reads_e4m3
+            )
+            hidden = gate_up.gated(normed, for_e4m3=down.reads_e4m3)
+            normed = down.add_and_norm(hidden, residual, next_norm, for_e4m3=reader.reads_e4m3)
         return normed, residual
 
     def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Normed]:
@@ -172,9 +178,9 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
-        fits = not attention.is_quantised and qkv.can_rotate(shape, x)
-        if layer.head_norm is None and fits:
-            q = qkv.rotated(x, *where)
+        few = None if attention.is_quantised or layer.head_norm is not None else few_rows(x)
+        if few is not None and qkv.can_rotate(shape, few):
+            q = qkv.rotated(few, where)
         else:
             keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)

@@ -13,10 +13,10 @@ from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
 from parrot.engine.models.decoder import Decoder, DecoderLayer, QKNorm, WidthNorm
 from parrot.engine.models.fused import HANDLED, HANDLED_BY_ATTENTION, angle_tables
-from parrot.engine.models.fused_weights import Normed
+from parrot.engine.models.fused_weights import LayerWeight, Normed
 from parrot.engine.models.layers import Norm, RMSNorm
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.weights import LayerWeight, plain_weight, weight_of
+from parrot.engine.models.weights import plain_weight, weight_of
 
 _HANDLED_HERE = (*HANDLED, "embed_scale", "logit_scale", "logit_softcap")
 
@@ -164,7 +164,7 @@ def _attend(
 
 def _gated(layer: _Layer, x: torch.Tensor) -> Normed:
     if not layer.gelu:
-        return layer.gate_up.gated(x)
+        return layer.gate_up.gated(x, for_e4m3=layer.down.reads_e4m3)
     both = layer.gate_up(x)
     return silu_mul(both, both.new_empty(len(both), both.shape[1] // 2), gelu=True)
 

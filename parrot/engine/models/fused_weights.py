@@ -1,6 +1,8 @@
 """Weights with the products of the Triton kernels. `fp8_weights` has those in e4m3."""
 
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,92 +25,125 @@ from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.parallel import Ranks
 
 Normed = Rows | CodedRows
+# The KV, the rows of block tables, the angles and the heads that `few_rows_qkv` needs.
+Where = tuple[KVView, torch.Tensor, torch.Tensor, AttentionShape]
 
 OUT_SLOT, DOWN_SLOT, EMBEDDING_SLOT = range(3)
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
-    """A weight with its products."""
+class LayerWeight(ABC):
+    """A weight of a layer [outputs, inputs] with its products.
+
+    `for_e4m3` of a method: the next product is with a weight in e4m3 (`reads_e4m3`)."""
+
+    reads_e4m3: ClassVar[bool]
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-    ranks: Ranks | None = None  # Ranks whose products are summed; None for a whole weight.
-    slot: int = 0  # The slot of symmetric memory for the sum.
+    # Ranks whose products are summed; None for a whole weight.
+    ranks: Ranks | None = field(default=None, kw_only=True)
+    slot: int = field(default=0, kw_only=True)  # The slot of symmetric memory for the sum.
 
-    def __call__(self, x: Normed) -> torch.Tensor:
-        rows = rows_of(x)
-        if isinstance(x, UndividedRows) or is_few(rows):
-            out = rows.new_empty(len(rows), len(self.weight))
-            few = x if isinstance(x, UndividedRows) else rows
-            return few_rows_linear(few, self.weight, out, bias=self.bias)
-        return F.linear(rows, self.weight, self.bias)
+    @abstractmethod
+    def __call__(self, x: Normed) -> torch.Tensor: ...
+
+    @abstractmethod
+    def rotated(self, x: Rows, where: Where) -> torch.Tensor:
+        """See `few_rows_qkv`, for a weight [q | k | v]."""
+
+    @abstractmethod
+    def gated(self, x: Normed, *, for_e4m3: bool) -> Normed:
+        """silu(gate) * up, for a weight [gate | up]."""
+
+    @abstractmethod
+    def add_and_norm(
+        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+    ) -> Normed:
+        """residual += the product, in place. Returns the norm of the residual."""
+
+    @abstractmethod
+    def _into(self, part: torch.Tensor, x: Normed) -> None:
+        """Write the product to `part` [splits, rows, outputs], split by inputs."""
+
+    def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
+        """Whether `rotated` supports these rows and heads."""
+        return can_rotate(shape, x, self.weight)
 
     def summed(self, x: Normed) -> torch.Tensor:
         """The product, summed over the ranks."""
         return self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
 
-    def can_rotate(self, shape: AttentionShape, x: Normed) -> bool:
-        """Whether `rotated` supports these rows and heads."""
-        return can_rotate(shape, x, self.weight)
-
-    def rotated(
-        self,
-        x: Normed,
-        kv: KVView,
-        table_rows: torch.Tensor,
-        cos_sin: torch.Tensor,
-        shape: AttentionShape,
-    ) -> torch.Tensor:
-        """See `few_rows_qkv`, for a weight [q | k | v]."""
-        assert not isinstance(x, CodedRows)
-        return few_rows_qkv(x, self.weight, kv, table_rows, cos_sin, shape, bias=self.bias)
-
-    def gated(self, x: Normed) -> torch.Tensor:
-        """silu(gate) * up, for a weight [gate | up]."""
-        rows = rows_of(x)
-        out = rows.new_empty(len(rows), len(self.weight) // 2)
-        if isinstance(x, UndividedRows) or is_few(rows):
-            few = x if isinstance(x, UndividedRows) else rows
-            return few_rows_linear(few, self.weight, out, bias=self.bias, silu=True)
-        return silu_mul(F.linear(rows, self.weight, self.bias), out)
-
-    def add_and_norm(
-        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, is_last: bool = False
-    ) -> Rows:
-        """residual += the product, in place. Returns the norm of the residual.
-
-        `is_last`: the head of the model reads it, whose weight is not in e4m3."""
-        x = rows_of(x)
-        if self.ranks is None and is_few(x) and x.dtype != torch.float16:
-            return few_rows_add_and_norm(
-                x, self.weight, residual, norm.weight, norm.eps, bias=self.bias
-            )
+    def _sum_and_norm(self, x: Normed, residual: torch.Tensor, norm: RMSNorm) -> Rows:
+        """`add_and_norm` for any number of rows and ranks."""
         if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
-            splits = num_splits(x, self.weight) if self.bias is None and is_few(x) else 1
-            part = exchanges.slot(self.slot, splits, residual)
+            part = exchanges.slot(self.slot, self._num_splits(x), residual)
             if part is not None:
                 self._into(part, x)
                 return exchanges.sum_and_norm(part, residual, norm.weight, norm.eps)
-        product = self.summed(x)
         out = torch.empty_like(residual)
-        return add_rms_norm(product, residual, norm.weight, norm.eps, out)
+        return add_rms_norm(self.summed(x), residual, norm.weight, norm.eps, out)
 
-    def _into(self, part: torch.Tensor, x: torch.Tensor) -> None:
-        """Write the product to `part` [splits, rows, outputs], split by inputs."""
-        if is_few(x):
-            few_rows_linear(x, self.weight, part, bias=self.bias)
+    def _num_splits(self, x: Normed) -> int:
+        few = few_rows(x)
+        return 1 if few is None or self.bias is not None else num_splits(rows_of(few), self.weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Weight(LayerWeight):
+    """A weight in the model's type."""
+
+    reads_e4m3: ClassVar[bool] = False
+
+    def __call__(self, x: Normed) -> torch.Tensor:
+        if (few := self._few(x)) is None:
+            return F.linear(rows_of(x), self.weight, self.bias)
+        rows = rows_of(few)
+        out = rows.new_empty(len(rows), len(self.weight))
+        return few_rows_linear(few, self.weight, out, bias=self.bias)
+
+    def _few(self, x: Normed) -> torch.Tensor | UndividedRows | None:
+        """x for the products of few rows, without its maxima; None for many rows."""
+        few = few_rows(x)
+        return few if few is None or isinstance(few, UndividedRows) else rows_of(few)
+
+    def rotated(self, x: Rows, where: Where) -> torch.Tensor:
+        return few_rows_qkv(x, self.weight, *where, bias=self.bias)
+
+    def gated(self, x: Normed, *, for_e4m3: bool) -> torch.Tensor:
+        rows, few = rows_of(x), self._few(x)
+        out = rows.new_empty(len(rows), len(self.weight) // 2)
+        if few is not None:
+            return few_rows_linear(few, self.weight, out, bias=self.bias, silu=True)
+        return silu_mul(self(x), out)
+
+    def add_and_norm(
+        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+    ) -> Rows:
+        rows = rows_of(x)
+        is_whole = self.ranks is None and few_rows(x) is not None
+        # Products in e4m3 round rows after their division by the root mean square.
+        if is_whole and rows.dtype != torch.float16 and not for_e4m3:
+            gain, eps = norm.weight, norm.eps
+            return few_rows_add_and_norm(rows, self.weight, residual, gain, eps, bias=self.bias)
+        return self._sum_and_norm(rows, residual, norm)
+
+    def _into(self, part: torch.Tensor, x: Normed) -> None:
+        rows = rows_of(x)
+        if few_rows(x) is not None:
+            few_rows_linear(rows, self.weight, part, bias=self.bias)
         elif self.bias is None:
-            torch.mm(x, self.weight.t(), out=part[0])
+            torch.mm(rows, self.weight.t(), out=part[0])
         else:
-            torch.addmm(self.bias, x, self.weight.t(), out=part[0])
+            torch.addmm(self.bias, rows, self.weight.t(), out=part[0])
+
+
+def few_rows(x: Normed) -> Rows | None:
+    """x if the products of few rows can read it."""
+    return None if isinstance(x, CodedRows) or not 0 < len(rows_of(x)) <= FEW_ROWS else x
 
 
 def rows_of(x: Normed) -> torch.Tensor:
     """The rows of x, which are not in e4m3."""
     assert not isinstance(x, CodedRows)
     return x if isinstance(x, torch.Tensor) else x.rows
-
-
-def is_few(x: torch.Tensor) -> bool:
-    return 0 < len(x) <= FEW_ROWS

@@ -1,17 +1,11 @@
 """Chooses the products of the Triton kernels for a weight."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
 
 from parrot.engine.models.fp8 import Fp8Linear
-from parrot.engine.models.fused_weights import Weight
+from parrot.engine.models.fused_weights import LayerWeight, Weight
 from parrot.engine.models.layers import Linear, PlainLinear
 from parrot.engine.models.parallel import SummedLinear
-
-if TYPE_CHECKING:
-    from parrot.engine.models.fp8_weights import Fp8Weight
-
-LayerWeight: TypeAlias = "Weight | Fp8Weight"
 
 
 def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
@@ -19,9 +13,9 @@ def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
     if isinstance(linear, SummedLinear):
         return replace(weight_of(linear.linear), ranks=linear.ranks, slot=slot)
     if isinstance(linear, Fp8Linear):
-        from parrot.engine.models.fp8_weights import Fp8Weight
+        from parrot.engine.models.fp8_weights import Fp8Weight  # Only models in e4m3.
 
-        return Fp8Weight(linear.matrix, linear.bias)
+        return Fp8Weight.of(linear.matrix, linear.bias)
     return plain_weight(linear)
 
 

@@ -24,7 +24,7 @@ from parrot.engine.kernels.row_codes import CodedRows, row_maxima
 from parrot.engine.kernels.row_codes import row_codes as row_codes_on_device
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
 from parrot.engine.models.fp8_weights import Fp8Weight
-from parrot.engine.models.fused_weights import Normed, rows_of
+from parrot.engine.models.fused_weights import Normed, Weight, rows_of
 from parrot.engine.models.layers import RMSNorm
 from tests.support.kernel_cases import relative_error, rms_norm_reference
 
@@ -110,12 +110,13 @@ def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
     x, residual = torch.randn(2, num_rows, hidden, generator=generator)
     gain, before = torch.rand(hidden, generator=generator) + 0.5, residual.double()
 
-    middle = Fp8Weight(gate_up, None).gated(x)
+    middle = Fp8Weight.of(gate_up, None).gated(x, for_e4m3=True)
     norm = RMSNorm(gain, 1e-5)
-    normed = Fp8Weight(down, None).add_and_norm(middle, residual, norm, is_last=is_last)
+    weight = Fp8Weight.of(down, None)
+    normed = weight.add_and_norm(middle, residual, norm, for_e4m3=not is_last)
     assert isinstance(normed, CodedRows) == (num_rows > FEW_ROWS and not is_last)
     assert isinstance(normed, UndividedRows) == (num_rows == 1)
-    last = Fp8Weight(following, None)(normed)
+    last = Fp8Weight.of(following, None)(normed)
 
     gate, up = (numbers_of(x) @ gate_up.numbers().double().T).split(inner, dim=1)
     hidden_rows = _numbers(middle)
@@ -128,6 +129,34 @@ def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
     if isinstance(normed, MeasuredRows):
         largest = normed.maxima.amax(1).view(torch.float32)
         assert torch.equal(largest, normed.rows.abs().amax(1))
+
+
+@pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS + 1])
+@pytest.mark.parametrize("in_e4m3", [(False, True, True), (True, False, True), (True, True, False)])
+def test_weights_of_both_types_beside_each_other(
+    num_rows: int, in_e4m3: tuple[bool, bool, bool]
+) -> None:
+    """Checkpoints in e4m3 may have other matrices, too."""
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden, inner = 96, 200
+    shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
+    numbers = [matrix(*shape, generator).numbers() for shape in shapes]
+    gate_up, down, following = (
+        Fp8Weight.of(Fp8Matrix.of(one), None) if is_rounded else Weight(one, None)
+        for one, is_rounded in zip(numbers, in_e4m3, strict=True)
+    )
+    x, residual = torch.randn(2, num_rows, hidden, generator=generator)
+    gain, before = torch.rand(hidden, generator=generator) + 0.5, residual.double()
+    middle = gate_up.gated(x, for_e4m3=down.reads_e4m3)
+    norm = RMSNorm(gain, 1e-5)
+    normed = down.add_and_norm(middle, residual, norm, for_e4m3=following.reads_e4m3)
+    last = following(normed)
+
+    gate, up = (x.double() @ numbers[0].double().T).split(inner, dim=1)
+    total = before + (F.silu(gate) * up) @ numbers[1].double().T
+    expected = rms_norm_reference(total.float(), gain, 1e-5) @ numbers[2].double().T
+    error = (last - expected).norm() / expected.norm()
+    assert float(error) < 0.08, "more than the rounding of the weights and the rows"
 
 
 def _numbers(x: Normed) -> torch.Tensor:

@@ -10,7 +10,7 @@ from parrot.engine.kernels.launch import KVView, early_launch, starts_early
 from parrot.engine.kernels.linear.matrix_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 from parrot.engine.kernels.linear.row_kernels import row_linear_kernel, row_qkv_kernel
 from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
-from parrot.engine.kernels.row_codes import CodedRows, row_maxima
+from parrot.engine.kernels.row_codes import row_maxima
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,10 +178,8 @@ def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Ten
     return (x.rows, None, 0.0, x.maxima) if isinstance(x, MeasuredRows) else (x, None, 0.0, None)
 
 
-def can_rotate(shape: AttentionShape, x: Rows | CodedRows, weight: torch.Tensor) -> bool:
+def can_rotate(shape: AttentionShape, x: Rows, weight: torch.Tensor) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
-    if isinstance(x, CodedRows):
-        return False
     rows, *_ = _parts(x)
     if len(rows) > FEW_ROWS:
         return False
