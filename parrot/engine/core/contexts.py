@@ -97,8 +97,15 @@ def make_tree(
     num_blocks: int, block_size: int, clock: Clock | None = None, *, publishes: bool
 ) -> "ContextTree":
     """Make an empty tree with its own pool. `publishes`: contexts share equal prefixes."""
+    return ContextTree(*make_pool(num_blocks, block_size, clock, publishes=publishes))
+
+
+def make_pool(
+    num_blocks: int, block_size: int, clock: Clock | None, *, publishes: bool
+) -> tuple[BlockPool, BlockHasher | None]:
+    """The pool and the hasher of a tree: its first arguments."""
     hasher = BlockHasher(block_size) if publishes else None
-    return ContextTree(BlockPool(num_blocks, block_size, KvShares(num_blocks, clock)), hasher)
+    return BlockPool(num_blocks, block_size, KvShares(num_blocks, clock)), hasher
 
 
 class ContextTree:

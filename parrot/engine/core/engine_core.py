@@ -21,14 +21,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from parrot.engine.config import EngineConfig
-from parrot.engine.core.block_pool import BlockHasher, BlockPool
-from parrot.engine.core.contexts import ContextTree, make_tree
+from parrot.engine.core.contexts import ContextTree, make_pool, make_tree
 from parrot.engine.core.host.host_kv import HostKv
 from parrot.engine.core.jobs import Job
 from parrot.engine.core.output import Language
 from parrot.engine.core.requests import RequestLimits, RequestTable
 from parrot.engine.core.scheduler import NO_DRAFTS, Drafts, LocalScheduler, Step
-from parrot.engine.core.shares import KvShares
 from parrot.engine.core.steps import (
     DeviceLost,
     Landed,
@@ -461,9 +459,8 @@ def _make_tree(info: RunnerInfo, num_blocks: int, clock: Clock, *, publishes: bo
         return make_tree(num_blocks, size, clock, publishes=publishes)
     from parrot.engine.core.windows import WindowedTree  # Only models with windows need it.
 
-    hasher = BlockHasher(size) if publishes else None
-    pool = BlockPool(num_blocks, size, KvShares(num_blocks, clock))
-    return WindowedTree(pool, hasher, info.window.num_slots, info.window.num_tokens)
+    made = make_pool(num_blocks, size, clock, publishes=publishes)
+    return WindowedTree(*made, info.window.num_slots, info.window.num_tokens)
 
 
 class IsolatingRunner:

@@ -25,6 +25,18 @@ from parrot.engine.core.shares import EvictionQueue, KvShares, ShareGroup, num_r
 _COMMON_WEIGHT = 8
 
 
+def last_complete(num_blocks: int, span: int, has_window: Callable[[int], bool]) -> int:
+    """The largest number of first blocks, of `num_blocks`, after which a context can continue.
+
+    The last `span` of them must have their windows. `has_window` gets the index of a block."""
+    index = end = num_blocks
+    while index > max(0, end - span):
+        index -= 1
+        if not has_window(index):
+            end = index
+    return end
+
+
 class WindowPool:
     """Slots 0..num_slots-1, each with the KV of one block's tokens, and their blocks.
 

@@ -19,7 +19,7 @@ from parrot.engine.core.block_pool import BlockHasher, BlockPool
 from parrot.engine.core.contexts import Context, ContextTree
 from parrot.engine.core.shares import ShareGroup
 from parrot.engine.core.steps import BlockCopy
-from parrot.engine.core.window_pool import WindowPool
+from parrot.engine.core.window_pool import WindowPool, last_complete
 from parrot.protocol.engine_api import WindowSlots
 
 _NOTHING = range(0)
@@ -59,12 +59,7 @@ class WindowedTree(ContextTree):
 
     def _resumable(self, blocks: list[int]) -> int:
         """The largest number of first blocks after which a context can continue."""
-        index = end = len(blocks)
-        while index > max(0, end - self._span):
-            index -= 1
-            if not self.slots.has(blocks[index]):
-                end = index
-        return end
+        return last_complete(len(blocks), self._span, lambda i: self.slots.has(blocks[i]))
 
     def settle(self, context: Context) -> None:
         """Before a job is admitted, drop KV after which its context cannot continue."""

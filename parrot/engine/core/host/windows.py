@@ -14,7 +14,7 @@ from parrot.engine.core.host.pool import HostPool
 from parrot.engine.core.host.stores import LoadedWindow, Store
 from parrot.engine.core.shares import ShareGroup
 from parrot.engine.core.steps import Transfer, WindowInfo
-from parrot.engine.core.window_pool import WindowPool
+from parrot.engine.core.window_pool import WindowPool, last_complete
 
 
 class Missing(NamedTuple):
@@ -95,11 +95,7 @@ class WindowCopies:
         end = first
         while end < len(keys) and (self._is_on_gpu(keys[end]) or keys[end] in blocks):
             end += 1
-        index = end
-        while index > max(0, end - self._span):
-            index -= 1
-            if not self._has_window(keys[index]):
-                end = index
+        end = last_complete(end, self._span, lambda i: self._has_window(keys[i]))
         if end <= first:
             return None
         window = keys[max(0, end - self._span) : end]
