@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 from parrot.utils.config import ConfigError
 
-_MODE = 0o600  # Prompts and session secrets are for the owner only.
+MODE = 0o600  # Prompts and session secrets are for the owner only.
 
 
 def database_files(path: Path) -> tuple[Path, Path, Path]:
@@ -57,7 +57,7 @@ def _opened(path: Path, flags: int = os.O_CREAT) -> int:
     anything else: its owner could read the records, or replace them."""
     if path.is_symlink():
         raise ConfigError(f"journal: {path} is a symbolic link; set the path of the file itself")
-    file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, _MODE)
+    file = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | flags, MODE)
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
@@ -67,8 +67,8 @@ def _opened(path: Path, flags: int = os.O_CREAT) -> int:
                 f"journal: {path} belongs to user {found.st_uid}, but ServeCore runs as user "
                 f"{os.geteuid()}; change its owner with chown, or set another path"
             )
-        if stat.S_IMODE(found.st_mode) != _MODE:
-            os.fchmod(file, _MODE)
+        if stat.S_IMODE(found.st_mode) != MODE:
+            os.fchmod(file, MODE)
     except BaseException:
         os.close(file)
         raise

@@ -304,7 +304,7 @@ class PostgresRecords(EndedSubjects):
         self.epoch = lease.epoch
         self.is_owned = lease.is_held
         self._max_bytes = max_bytes
-        self._limit = max_bytes - reserve_bytes(max_bytes)
+        self._usual_limit = self._limit = max_bytes - reserve_bytes(max_bytes)
         self._size = 0
         self._connection: Connection | None = None
 
@@ -351,7 +351,7 @@ class PostgresRecords(EndedSubjects):
 
     @property
     def is_short(self) -> bool:
-        return self._limit > self._max_bytes - reserve_bytes(self._max_bytes)
+        return self._limit > self._usual_limit
 
     def use_reserve(self, error: Exception) -> bool:
         if self.is_short or not isinstance(error, Full):
@@ -360,10 +360,9 @@ class PostgresRecords(EndedSubjects):
         return True
 
     def refill(self) -> bool:
-        limit = self._max_bytes - reserve_bytes(self._max_bytes)
-        if self._size >= limit:
+        if self._size >= self._usual_limit:
             return False
-        self._limit = limit
+        self._limit = self._usual_limit
         return True
 
     def trim(self) -> None:

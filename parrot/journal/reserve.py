@@ -5,6 +5,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from parrot.journal.files import MODE
+
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
@@ -51,7 +53,7 @@ class Reserve:
         return disk.f_bavail * disk.f_frsize >= 2 * self._num_bytes
 
     def _allocate(self) -> bool:
-        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, MODE)
         try:
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file, 0, self._num_bytes)

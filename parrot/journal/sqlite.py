@@ -35,6 +35,7 @@ PRAGMA application_id = {APPLICATION};
 PRAGMA user_version = {SCHEMA};
 """
 _ROWS = "seq, at, subject, kind, payload, checksum"
+ALL_RECORDS = f"SELECT {_ROWS} FROM records NOT INDEXED ORDER BY seq"
 _ROW = "(?, ?, ?, ?, ?, ?)"
 # Rows of one INSERT. A larger number saves statements, and each statement waits for the GIL.
 _MAX_ROWS = 64
@@ -97,9 +98,7 @@ class JournalFile(EndedSubjects):
         is lost. In both cases a copy of the damaged file is kept next to the journal."""
         last = 0
         try:
-            for *row, checksum in self._database.execute(
-                f"SELECT {_ROWS} FROM records NOT INDEXED ORDER BY seq"
-            ):
+            for *row, checksum in self._database.execute(ALL_RECORDS):
                 record = Record(*row)
                 if not is_intact(record, checksum):
                     break

@@ -9,14 +9,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from parrot.journal.files import database_files, locked
+from parrot.journal.files import MODE, database_files, locked
 from parrot.journal.log import ENDED, Record, is_intact
 from parrot.journal.migrations import require_known
-from parrot.journal.sqlite import APPLICATION
+from parrot.journal.sqlite import ALL_RECORDS, APPLICATION
 from parrot.utils.config import ConfigError
-
-_MODE = 0o600
-_RECORDS = "SELECT seq, at, subject, kind, payload, checksum FROM records NOT INDEXED ORDER BY seq"
 
 
 class Findings(NamedTuple):
@@ -47,7 +44,7 @@ def check(path: Path) -> Findings:
         kinds, live, ended = Counter[str](), set[str](), set[str]()
         first = last = None
         try:
-            for *row, checksum in database.execute(_RECORDS):
+            for *row, checksum in database.execute(ALL_RECORDS):
                 record = Record(*row)
                 if not is_intact(record, checksum):
                     damage.append(f"record {record.seq} has a wrong checksum")
@@ -144,7 +141,7 @@ def _reading(path: Path) -> Iterator[sqlite3.Connection]:
 
 def _create(path: Path) -> None:
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE))
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, MODE))
     except FileExistsError:
         raise ConfigError(f"{path}: exists already; name a new file") from None
 

@@ -7,7 +7,7 @@ from parrot.serve.events import CompletionRetried, Sink
 from parrot.serve.graph.nodes import Completion
 from parrot.utils.clock import Clock
 
-_MAX_ATTEMPTS = 8  # AttemptLog of one call that are shown, the last ones.
+_MAX_ATTEMPTS = 8  # The last attempts of one call are shown.
 
 
 class EndedAttempt(NamedTuple):
