@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
 from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import OWN, num_matrix_weights, tensor_plans
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.protocol.sampling import ResolvedSampling
 
 Row = dict[str, Any]
@@ -83,26 +86,31 @@ class Shape:
     weight_bytes: int
     token_bytes: int  # KV of a token in the layers without windows.
     window_bytes: int  # KV of a token in the layers with windows.
-    window: int
+    window: int  # 0: no layer has a window.
     layer_weights: int
-    num_layers: int
-    q_width: int
+    q_widths: tuple[int, int]  # Sums over the layers without and with windows.
     matrix_rate: float  # FLOP/s of the products with weights.
 
     @classmethod
     def of(cls, model: str, *, quantised: bool = False, e4m3: bool = False) -> "Shape":
         spec = spec_from_config(KNOWN_SHAPES[model], model)
         sizes = {name: math.prod(plan.shape) for name, plan in tensor_plans(spec).items()}
-        embed, heads = sizes[f"{OWN.embed}.weight"], spec.attention
+        embed = sizes[f"{OWN.embed}.weight"]
         head = 0 if spec.tie_embeddings else embed
-        row_bytes = heads.head_dim + 1 if quantised else 2 * heads.head_dim
         matrices = num_matrix_weights(spec) if e4m3 else 0
+        kv = KVLayout.of(spec, 1, torch.bfloat16, quantised=quantised, with_slots=True)
+        layers = [layer.attention for layer in spec.layers]
+        full, inside = (
+            sum(x.num_heads * x.head_dim for x in layers if (x.window is not None) is windowed)
+            for windowed in (False, True)
+        )
         return cls(
             weight_bytes=2 * (sum(sizes.values()) - head) - matrices,
-            token_bytes=2 * spec.num_layers * heads.num_kv_heads * row_bytes,
+            token_bytes=kv.block_bytes,
+            window_bytes=kv.slot_bytes,
+            window=spec.window or 0,
             layer_weights=sum(sizes.values()) - embed - head,
-            num_layers=spec.num_layers,
-            q_width=heads.num_heads * heads.head_dim,
+            q_widths=(full, inside),
             matrix_rate=E4M3_RATE if e4m3 else MATRIX_RATE,
         )
 
@@ -115,8 +123,11 @@ class Shape:
         return (self.weight_bytes + kv_bytes) / MEMORY_RATE * 1e3
 
     def prefill_floor_ms(self, tokens: int) -> float:
-        attention = 2 * self.num_layers * self.q_width * tokens**2 / MATRIX_RATE
-        return (2 * self.layer_weights * tokens / self.matrix_rate + attention) * 1e3
+        inside = min(self.window, tokens)
+        pairs = (tokens**2 / 2, inside * tokens - inside**2 / 2)  # Of queries and keys.
+        attention = sum(4 * width * num for width, num in zip(self.q_widths, pairs, strict=True))
+        products = 2 * self.layer_weights * tokens / self.matrix_rate
+        return (products + attention / MATRIX_RATE) * 1e3
 
 
 def spread_ms(times: Sequence[float]) -> Row:
