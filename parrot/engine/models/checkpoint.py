@@ -25,7 +25,7 @@ from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.packed import Packed, Weights
 from parrot.engine.models.parallel import Part, Partition
-from parrot.engine.models.quantisation import block_size
+from parrot.engine.models.quantisation import block_size, four_bit_format
 from parrot.engine.models.reading import usable
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
 from parrot.engine.models.shapes import KNOWN_SHAPES
@@ -221,11 +221,20 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     return _checkpoint(
         str(path),
         config,
-        None if dummy else SafetensorsFolder(path, block_size(config)),
+        None if dummy else _folder_tensors(path, config),
         lambda size: _folder_or_word_tokenizer(path, {**config, "vocab_size": size}, dummy),
         folder_sampling(path),
         seed,
     )
+
+
+def _folder_tensors(path: Path, config: HFConfig) -> TensorSource:
+    folder, kind = SafetensorsFolder(path, block_size(config)), four_bit_format(config)
+    if kind is None:
+        return folder
+    from parrot.engine.models.four_bit_folder import FourBitFolder  # Only checkpoints with it.
+
+    return FourBitFolder(folder, kind)
 
 
 def open_tokenizer(name: str) -> TokenizerResponse:

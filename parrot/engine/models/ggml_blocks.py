@@ -8,10 +8,10 @@ A block is 32 numbers of a row. Byte j of 4-bit numbers holds number j (low half
 types use the `gguf` package, whose numpy code takes four to six times as long."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
+
+from parrot.engine.models.four_bit import FourBit
 
 BLOCK = 32
 
@@ -21,36 +21,6 @@ class CutOff(Exception):
 
 
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
-
-
-@dataclass(frozen=True, slots=True)
-class FourBit:
-    """A matrix whose number [r, c] is codes[r, c] * scales[r, c / 32] + least[r, c / 32].
-
-    `codes` uint8 [rows, columns], all below 16; `scales` and `least` float32 [rows, columns / 32].
-    """
-
-    codes: torch.Tensor
-    scales: torch.Tensor
-    least: torch.Tensor
-
-    def numbers(self) -> torch.Tensor:
-        """The numbers, float32 [rows, columns], exactly as ggml computes them."""
-        rows, columns = self.codes.shape
-        numbers = self.codes.float().view(rows, -1, BLOCK)
-        numbers.mul_(self.scales.unsqueeze(-1)).add_(self.least.unsqueeze(-1))
-        return numbers.view(rows, columns)
-
-    @classmethod
-    def joined(cls, parts: "Sequence[FourBit]") -> "FourBit":
-        """Concatenate the rows of all parts."""
-        codes = torch.cat([part.codes for part in parts])
-        scales = torch.cat([part.scales for part in parts])
-        return cls(codes, scales, torch.cat([part.least for part in parts]))
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
-        """Apply `change` to the rows. It receives and returns tensors [rows, any]."""
-        return FourBit(change(self.codes), change(self.scales), change(self.least))
 
 
 def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | None:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
+from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.ggml_blocks import CutOff, dequantise, four_bit
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError

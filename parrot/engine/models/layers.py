@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.models.ggml_blocks import BLOCK, FourBit
+from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.rope import amplitudes, inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 
@@ -20,6 +20,7 @@ _PACK_FOR_ROWS = 16
 # for every four rows: it is 2.7 times as fast as bfloat16 for one row, 1.4 for four, 0.9 for eight.
 _FEW_ROWS = 4
 _FOUR_BIT_ROWS = 64  # The kernel needs a multiple of this number of outputs.
+_FOUR_BIT_GROUPS = (32, 64, 128, 256)  # Numbers of inputs with one scale that the kernel supports.
 # Fewer rows are padded to this number, because oneDNN's kernels for one or two rows are slower.
 _MIN_ROWS = 4
 
@@ -67,11 +68,12 @@ class FourBitLinear:
     """A product with a 4-bit weight, for few rows on a CPU with AVX512. `x` must be bfloat16.
 
     More rows use the same weight in bfloat16. The scales are rounded to bfloat16. So a weight
-    differs from `matrix` by at most 1/160 of the largest number that its block can hold."""
+    differs from `matrix` by at most 1/160 of the largest number that its group can hold."""
 
     def __init__(self, matrix: FourBit, bias: torch.Tensor | None) -> None:
         self._wide = make_linear(matrix.numbers().to(torch.bfloat16), bias)
         self._bias = bias
+        self._group = matrix.group
         self._codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(matrix.codes.int(), 1)
         middle = matrix.scales * 8 + matrix.least  # The kernel's offset is the number of code 8.
         scales = torch.stack((matrix.scales, middle), 2).transpose(0, 1)
@@ -81,7 +83,9 @@ class FourBitLinear:
     @staticmethod
     def takes(matrix: FourBit) -> bool:
         """Whether this CPU has the kernel, and the kernel supports the matrix's shape."""
-        fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0
+        if matrix.codes.device.type != "cpu":
+            return False
+        fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0 and matrix.group in _FOUR_BIT_GROUPS
         return fits and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
     @property
@@ -92,7 +96,7 @@ class FourBitLinear:
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         if x.shape[0] > _FEW_ROWS:
             return self._wide(x, residual)
-        out: torch.Tensor = self._product(x, self._codes, BLOCK, self._scales)
+        out: torch.Tensor = self._product(x, self._codes, self._group, self._scales)
         if self._bias is not None:
             out.add_(self._bias)
         return out if residual is None else out.add_(residual)

@@ -5,8 +5,8 @@ from enum import Enum
 
 import torch
 
+from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
-from parrot.engine.models.ggml_blocks import FourBit
 from parrot.engine.models.layers import FourBitLinear, Linear
 from parrot.engine.models.quantisation import has_row_factors
 from parrot.engine.models.spec import HFConfig
@@ -34,6 +34,5 @@ def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear 
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
     if fp8 and not four_bit:
         return Fp8Linear(Fp8Matrix.joined(fp8), bias)
-    if four_bit and not fp8 and FourBitLinear.takes(whole := FourBit.joined(four_bit)):
-        return FourBitLinear(whole, bias)
-    return None
+    whole = FourBit.joined(four_bit) if four_bit and not fp8 else None
+    return FourBitLinear(whole, bias) if whole is not None and FourBitLinear.takes(whole) else None

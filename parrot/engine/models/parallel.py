@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.models.ggml_blocks import BLOCK, FourBit
+from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.layers import Linear
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from parrot.engine.models.tensors import OWN
@@ -74,13 +74,14 @@ class Part:
         return own.clone(memory_format=torch.contiguous_format)
 
     def of_four_bit(self, whole: FourBit) -> FourBit | None:
-        """The part of a matrix; None if the part splits a quantisation block."""
+        """The part of a matrix; None if the part splits a group."""
         if self.dim == 0:
             return whole.map(self.of)
-        if self.start % BLOCK or self.stop % BLOCK:
+        size = whole.group
+        if self.start % size or self.stop % size:
             return None
-        blocks = Part(1, self.start // BLOCK, self.stop // BLOCK, self.size // BLOCK)
-        return FourBit(self.of(whole.codes), blocks.of(whole.scales), blocks.of(whole.least))
+        groups = Part(1, self.start // size, self.stop // size, self.size // size)
+        return FourBit(self.of(whole.codes), groups.of(whole.scales), groups.of(whole.least))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,32 @@
 """Which quantised safetensors checkpoints can be read (`quantization_config`)."""
 
+from enum import Enum
 from typing import Any
 
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
 
-_E4M3_METHODS = ("fp8", "compressed-tensors")
-_E4M3_FORMAT = "float-quantized"  # The format of compressed-tensors.
-_READABLE = "FP8 (`fp8`, or `compressed-tensors` with `float-quantized`) and GGUF files"
+_FP8 = ("fp8", "compressed-tensors float-quantized")
+_PACKED = "compressed-tensors pack-quantized"
+_READABLE = (
+    "FP8 (`fp8`, or `compressed-tensors` with `float-quantized`), four bits (`awq`, `gptq`, or "
+    "`compressed-tensors` with `pack-quantized`) and GGUF files"
+)
+
+
+class FourBitFormat(Enum):
+    """The formats of matrices of four bits in safetensors."""
+
+    AWQ = "awq"
+    GPTQ = "gptq"
+    GPTQ_V2 = "gptq_v2"
+    PACKED = "pack-quantized"
 
 
 def has_row_factors(config: HFConfig) -> bool:
     """Whether matrices are in e4m3 with a factor for each row or one for all."""
-    return bool(config.get("quantization_config")) and block_size(config) is None
+    is_fp8 = bool(config.get("quantization_config")) and four_bit_format(config) is None
+    return is_fp8 and block_size(config) is None
 
 
 def require_readable(config: HFConfig) -> None:
@@ -20,17 +34,64 @@ def require_readable(config: HFConfig) -> None:
     found = config.get("quantization_config")
     if not found:
         return
-    method = found.get("quant_method") if isinstance(found, dict) else None
-    kind = found.get("format") if method == "compressed-tensors" else _E4M3_FORMAT
-    if method not in _E4M3_METHODS or kind != _E4M3_FORMAT:
-        shown = method if kind == _E4M3_FORMAT else f"{method} {kind}"
+    kind = _kind(config)
+    if kind not in _FP8 and four_bit_format(config) is None:
         raise ConfigError(
-            f"quantised weights of the format {shown!r:.200} are not supported; the engine reads "
+            f"quantised weights of the format {kind!r:.200} are not supported; the engine reads "
             f"{_READABLE}. Use one of them, or serve the model with vLLM or SGLang and start "
             "`parrot up URL`"
         )
     if found.get("fmt", "e4m3") != "e4m3":
         raise ConfigError(f"quantised weights in {found['fmt']!r:.200} are not supported; use e4m3")
+
+
+def four_bit_format(config: HFConfig) -> FourBitFormat | None:
+    """The format of matrices of four bits; None for checkpoints without them.
+
+    Raises `ConfigError` for a variant that cannot be read."""
+    found, kind = config.get("quantization_config"), _kind(config)
+    if not isinstance(found, dict) or kind not in ("awq", "gptq", _PACKED):
+        return None
+    if kind == _PACKED:
+        groups = found.get("config_groups")
+        schemes = groups.values() if isinstance(groups, dict) else ()
+        weights = [x.get("weights") if isinstance(x, dict) else None for x in schemes] or [None]
+        for one in weights:
+            _require(
+                kind, one if isinstance(one, dict) else {}, {"num_bits": (4,), "type": ("int",)}
+            )
+        return FourBitFormat.PACKED
+    own = {"bits": found.get("bits", found.get("w_bit", 4))}
+    _require(kind, own, {"bits": (4,)})
+    if kind == "awq":
+        _require(
+            kind, {"version": str(found.get("version", "gemm")).lower()}, {"version": ("gemm",)}
+        )
+        return FourBitFormat.AWQ
+    version = found.get("checkpoint_format") or found.get("format") or "gptq"
+    _require(kind, {"checkpoint_format": version}, {"checkpoint_format": ("gptq", "gptq_v2")})
+    return FourBitFormat(version)
+
+
+def _kind(config: HFConfig) -> Any:
+    """The method, with the format of compressed-tensors."""
+    found = config.get("quantization_config")
+    if not isinstance(found, dict):
+        return None
+    method = found.get("quant_method")
+    return f"{method} {found.get('format')}" if method == "compressed-tensors" else method
+
+
+def _require(kind: str, found: dict[str, Any], supported: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `ConfigError` if a value is not one of those that are supported."""
+    for name, values in supported.items():
+        value = found.get(name)
+        if value not in values:
+            shown = " or ".join(map(str, values))
+            raise ConfigError(
+                f"quantised weights of the format {kind!r} with `{name}` {value!r:.100} are not "
+                f"supported; the engine reads {shown}"
+            )
 
 
 def block_size(config: HFConfig) -> tuple[int, int] | None:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.ggml_blocks import CutOff, FourBit, dequantise, four_bit
+from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.ggml_blocks import CutOff, dequantise, four_bit
 from parrot.engine.models.layers import FourBitLinear
 from parrot.engine.models.packed import Weights
 

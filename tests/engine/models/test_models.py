@@ -37,6 +37,11 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 MSCALES = {"mscale": 0.7, "mscale_all_dim": 1.0}
+PACKED_OF_8_BITS = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "int"}}},
+}
 PHI_ROPE = {
     "type": "longrope",
     "long_factor": [1.0, 2.5, 3.0, 5.0, 6.0, 9.0],
@@ -228,11 +233,23 @@ def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (
             "llama",
-            {"quantization_config": {"quant_method": "awq"}},
-            "'awq' are not supported.*GGUF",
+            {"quantization_config": {"quant_method": "bitsandbytes"}},
+            "'bitsandbytes' are not supported.*GGUF",
         ),
         ("llama", {"quantization_config": {"quant_method": "compressed-tensors"}}, "None' are not"),
         ("llama", {"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "e5m2"),
+        ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 8}}, "`bits` 8 are not"),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "awq", "version": "gemv"}},
+            "'awq' with `version` 'gemv' are not supported; the engine reads gemm",
+        ),
+        (
+            "llama",
+            {"quantization_config": {"quant_method": "gptq", "checkpoint_format": "marlin"}},
+            "`checkpoint_format` 'marlin'",
+        ),
+        ("llama", {"quantization_config": PACKED_OF_8_BITS}, "`num_bits` 8 are not"),
         ("llama", {"partial_rotary_factor": 0.4}, "partial_rotary_factor"),
         ("llama", {"num_attention_heads": 5, "num_key_value_heads": 2}, "5 heads"),
         ("llama", {"hidden_size": "wide"}, "invalid literal"),

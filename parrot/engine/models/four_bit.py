@@ -1,0 +1,52 @@
+"""Matrices of four bits per number, with a scale and an offset for each group of columns."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class FourBit:
+    """A matrix whose number [r, c] is codes[r, c] * scales[r, c / group] + least[r, c / group].
+
+    `codes` uint8 [rows, columns], all below 16; `scales` and `least` float32 [rows, groups]."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    least: torch.Tensor
+
+    @classmethod
+    def with_zeros(
+        cls, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> "FourBit":
+        """The matrix of (codes - zeros) * scales, for zeros of up to 16.
+
+        Exact for scales of 16 bits."""
+        scales = scales.float()
+        return cls(codes, scales, scales * -zeros.float())
+
+    @property
+    def group(self) -> int:
+        """The number of columns with one scale."""
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def numbers(self) -> torch.Tensor:
+        """The numbers, float32 [rows, columns], exactly as ggml computes them."""
+        rows, columns = self.codes.shape
+        numbers = self.codes.float().view(rows, -1, self.group)
+        numbers.mul_(self.scales.unsqueeze(-1)).add_(self.least.unsqueeze(-1))
+        return numbers.view(rows, columns)
+
+    @classmethod
+    def joined(cls, parts: "Sequence[FourBit]") -> "FourBit | None":
+        """Concatenate the rows of all parts; None for groups of different sizes."""
+        if len({part.group for part in parts}) > 1:
+            return None
+        codes = torch.cat([part.codes for part in parts])
+        scales = torch.cat([part.scales for part in parts])
+        return cls(codes, scales, torch.cat([part.least for part in parts]))
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
+        """Apply `change` to the rows. It receives and returns tensors [rows, any]."""
+        return FourBit(change(self.codes), change(self.scales), change(self.least))
