@@ -34,6 +34,15 @@ FACTS = [
 VALUE_ERROR = "ValueError: invalid literal for int() with base 10: 'The parrot of the harbour…'"
 
 
+SERVICE: Row = {
+    "queued": 0,
+    "models": [],
+    "closing": False,
+    "max_runs": 50,
+    "max_age_s": 86_400.0,
+}
+
+
 def run_row(run_id: int, app: str, **fields: Any) -> Row:
     """A row of the list of runs."""
     return {
@@ -147,6 +156,8 @@ _RUNS = [
             cached_tokens=23_970,
             output_tokens=782,
             cost=0.0094,
+            functions=["messages"],
+            busy_s=4.2 * (number > 0),
             words=(
                 "Refactor the retry loop in fleet.py so that a lost engine does not hold its calls",
                 "Read parrot/serve/execution/fleet.py and say where a lost engine is handled",
@@ -207,6 +218,8 @@ _RUNS = [
         prompt_tokens=31,
         cached_tokens=24,
         output_tokens=212,
+        functions=["chat"],
+        busy_s=7.2,
         words="Name three birds.",
         shape=[[0, 0, 100, "cancelled"]],
     ),
@@ -262,7 +275,7 @@ def overview() -> Rows:
     ]
     engines[0] |= {"host_blocks": 40_000, "host_free_blocks": 26_400}
     return (
-        {"service": {"queued": 2, "models": ["qwen3-8b", "embedded"], "closing": False}}
+        {"service": SERVICE | {"queued": 2, "models": ["qwen3-8b", "embedded"]}}
         | {f"engine:{row['engine_id']}": row for row in engines}
         | {f"session:{row['id']}": row for row in _RUNS}
     )

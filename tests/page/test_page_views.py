@@ -32,7 +32,7 @@ VIEWS = {
 }
 RULES = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 AXE = Axe()
-EMPTY: dict[str, Any] = {"service": {"queued": 0, "models": [], "closing": False}}
+EMPTY: dict[str, Any] = {"service": scene.SERVICE}
 ENGINE = {"engine:0": scene.engine_row("engine-0", "embedded", 0, 8)}
 TENANT = {"tenant": "public", "sees_values": True}
 SEEN_BY_TENANTS = {
@@ -327,7 +327,9 @@ async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> Non
     await stage.goto()
     groups = await page.locator("tr.group").all_inner_texts()
     assert groups == ["Now", "Today", "Yesterday"]
-    folded = page.locator("tr.row", has_text="API \u00d728")
+    folded = page.locator("tr.row", has_text="claude-code")
+    await expect(folded).to_contain_text("Anthropic API")
+    await expect(folded).to_contain_text("28 requests; the last: Refactor the retry loop")
     await folded.locator("button").click()
     await expect(page.locator("tr.sub")).to_have_count(21)  # 20 requests, and how many are left
     await page.click("th button >> text=Calls")
@@ -336,6 +338,63 @@ async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> Non
     await page.get_by_label("Kind").select_option("API")
     assert "kind=API" in page.url
     await expect(page.locator("tr.row:not(.sub)")).to_have_count(2)
+
+
+async def test_each_filter_says_how_many_rows_it_shows(stage: Stage) -> None:
+    await stage.goto()
+    filters = stage.page.locator(".bar .seg button")
+    await expect(filters).to_have_text(["All9", "Running4", "Finished3", "Failed2", "Cancelled1"])
+    rows = stage.page.locator("tr.row")
+    for name, number in (("Finished", 3), ("Failed", 2), ("Cancelled", 1)):
+        await filters.get_by_text(name).click()
+        await expect(rows).to_have_count(number)
+
+
+async def test_the_list_says_what_it_folds_and_how_long_runs_stay(stage: Stage) -> None:
+    await stage.goto()
+    note = stage.page.locator("div.note p").last
+    await expect(note).to_contain_text(
+        "9 rows with 36 runs: API requests of one client share a row"
+    )
+    await expect(note).to_contain_text("The last 50 finished runs are kept, each for 24 h.")
+    stage.answers["overview"] = scene.overview() | {"service": scene.SERVICE | {"max_runs": 0}}
+    await stage.page.reload()
+    await expect(note).to_contain_text("Finished runs are not kept")
+
+
+async def test_rows_tell_the_cause_of_a_failure_and_the_time_of_requests(stage: Stage) -> None:
+    rows = {
+        1: {
+            "state": "failed",
+            "failed": 1,
+            "error": f"native function `parse_seeds` failed: {scene.VALUE_ERROR}",
+        },
+        2: {"kind": "API", "functions": ["chat"], "busy_s": 1.25, "words": "Name three birds."},
+        3: {"kind": "API", "functions": ["chat"], "busy_s": 0.5, "words": "Name four birds."},
+    }
+    apps = {1: "invoices", 2: "openai", 3: "openai"}
+    stage.answers["overview"] = EMPTY | {
+        f"session:{run}": scene.run_row(run, apps[run], created_at=scene.BEGAN - run, **fields)
+        for run, fields in rows.items()
+    }
+    await stage.goto()
+    failed, requests = (stage.page.locator("tr.row").nth(number) for number in range(2))
+    await expect(failed).to_contain_text(f"parse_seeds: {scene.VALUE_ERROR}")
+    await expect(requests).to_contain_text("OpenAI API")
+    await expect(requests).to_contain_text("2 requests; the last: Name three birds.")
+    await expect(requests).to_contain_text("1.8 s")
+
+
+async def test_the_first_token_is_that_of_the_last_calls(stage: Stage) -> None:
+    steps = scene.series()
+    quiet = {
+        f"step:{number}": steps[f"step:{number}"] | {"first_token_s": None} for number in (58, 59)
+    }
+    steps["step:57"] |= {"first_token_s": 0.25}
+    stage.answers["series"] = steps | quiet
+    await stage.goto()
+    tile = stage.page.locator(".tile", has_text="First token").locator(".v")
+    await expect(tile).to_have_text("0.3 smedian, 20 s ago")
 
 
 async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:

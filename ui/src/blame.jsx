@@ -1,6 +1,6 @@
 // The answer first: one sentence on where the time of a run went, and a bar that proves it.
 import { useMemo } from "preact/hooks";
-import { cut, seconds, share } from "./format.js";
+import { NATIVE_ERROR, cut, seconds, share } from "./format.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
 const MAX_NAMED = 3;
@@ -157,54 +157,45 @@ function Wall({ segments, total, graph, onOpen }) {
     <div class={segments.length > MANY ? "wall many" : "wall"}>
       {segments.map((segment, i) => {
         const { kind, from, to, id } = segment;
-        const size = { flexGrow: (100 * (to - from)) / total };
+        const name =
+          kind === "program"
+            ? "your program"
+            : kind === "queue"
+              ? "queue"
+              : graph.calls.get(id).func_name;
         const percent = share(to - from, total);
-        const isWide = (to - from) / total > 0.06;
-        if (kind === "program" || kind === "queue") {
-          const name = kind === "program" ? "your program" : "queue";
-          return (
-            <span key={i} class={KINDS[kind]} style={size} title={`${name}: ${seconds(to - from)}`}>
-              {isWide && (
-                <>
-                  <span class="nm">{name} </span>
-                  {percent}
-                </>
-              )}
-            </span>
-          );
-        }
-        const name = graph.calls.get(id).func_name;
-        return (
+        const shown = {
+          class: KINDS[kind],
+          style: { flexGrow: (100 * (to - from)) / total },
+          title: `${name}: ${seconds(to - from)}`,
+          children: (to - from) / total > 0.06 && (
+            <>
+              <span class="nm">{name} </span>
+              {percent}
+            </>
+          ),
+        };
+        return kind === "program" || kind === "queue" ? (
+          <span key={i} {...shown} />
+        ) : (
           <button
             key={i}
-            class={KINDS[kind]}
-            style={size}
+            {...shown}
             type="button"
-            title={`${name}: ${seconds(to - from)}`}
             aria-label={`${name} ${percent}, ${seconds(to - from)}`}
             data-call={id}
             onClick={() => onOpen(id)}
-          >
-            {isWide && (
-              <>
-                <span class="nm">{name} </span>
-                {percent}
-              </>
-            )}
-          </button>
+          />
         );
       })}
     </div>
   );
 }
 
-// The function's name stands beside the message.
-const PREFIX = /^native function `[^`]*` failed: /;
-
 /** The message of the first cause; its type if the visitor may not see it. */
 export const errorText = (errors) => {
   const cause = errors?.at(-1);
-  return cause ? cause.message.replace(PREFIX, "") || cause.type.replaceAll("_", " ") : "";
+  return cause ? cause.message.replace(NATIVE_ERROR, "") || cause.type.replaceAll("_", " ") : "";
 };
 
 /** What failed first, and which calls did not run because of it. */

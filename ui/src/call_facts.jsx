@@ -1,9 +1,7 @@
 // Times, attempts and details of a call.
-import { Fragment } from "preact";
-import { useEffect, useState } from "preact/hooks";
 import { readOnce } from "./api.js";
 import { count, plural, seconds, share } from "./format.js";
-import { CopyButton } from "./parts.jsx";
+import { CopyButton, Table, useRead } from "./parts.jsx";
 import { looks } from "./states.js";
 
 const since = (from, to) => (from == null || to == null ? 0 : Math.max(0, to - from));
@@ -65,19 +63,10 @@ export function Attempts({ attempts, call }) {
       <div class="row">
         <h2>Attempts</h2>
       </div>
-      <table>
-        <thead>
-          <tr>
-            <th scope="col">Engine</th>
-            <th scope="col" class="n">
-              Queued
-            </th>
-            <th scope="col" class="n">
-              Ran
-            </th>
-            <th scope="col">What came of it</th>
-          </tr>
-        </thead>
+      <Table
+        label="Attempts"
+        heads={[["Engine"], ["Queued", true], ["Ran", true], ["What came of it"]]}
+      >
         <tbody>
           {attempts.map((attempt, i) => (
             <tr key={i}>
@@ -90,7 +79,7 @@ export function Attempts({ attempts, call }) {
             </tr>
           ))}
         </tbody>
-      </table>
+      </Table>
     </section>
   );
 }
@@ -105,24 +94,13 @@ const SAMPLING_NAMES = {
 
 /** The seconds that the scheduler predicted for each engine, if the decision is a recent one. */
 function usePrediction(call, run) {
-  const [compared, setCompared] = useState([]);
   const wasPlaced = call.started_s != null && call.engine !== null;
-  useEffect(() => {
-    if (!wasPlaced) return undefined;
-    let isOver = false;
-    readOnce("placement").then(
-      (rows) => {
-        const key = [...rows.keys()].find((name) =>
-          name.startsWith(`decision:${run.id}:${call.request_id}:`),
-        );
-        if (!isOver && key) setCompared(rows.get(key).compared ?? []);
-      },
-      () => {}, // It is not shown.
-    );
-    return () => {
-      isOver = true;
-    };
-  }, [run.id, call.request_id, wasPlaced]);
+  const read = async () => {
+    const rows = await readOnce("placement");
+    const start = `decision:${run.id}:${call.request_id}:`;
+    return rows.get([...rows.keys()].find((name) => name.startsWith(start)))?.compared ?? [];
+  };
+  const compared = useRead(() => wasPlaced && read(), [], [run.id, call.request_id, wasPlaced]);
   return compared
     .map((one) => `${one.seconds === null ? "no room" : seconds(one.seconds)} on ${one.engine}`)
     .join(", ");

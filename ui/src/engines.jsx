@@ -4,7 +4,7 @@ import { AskButton } from "./ask.jsx";
 import { ago, count, fullDate, plural, seconds, share } from "./format.js";
 import { Pill } from "./icons.jsx";
 import { courseOf, engineState, kvShare, useSeries } from "./overview.jsx";
-import { Bones, Empty, Live, Notice, say, useNow, useSlow } from "./parts.jsx";
+import { Bones, Empty, Live, Notice, Table, say, useNow, useSlow } from "./parts.jsx";
 import { Prefixes } from "./prefixes.jsx";
 import { useTitle } from "./route.js";
 import { Parts, Slots, Spark } from "./spark.jsx";
@@ -275,27 +275,16 @@ function Decisions({ decisions }) {
       </header>
       {!folded.length && <p class="hint">No call was placed yet.</p>}
       {folded.length > 0 && (
-        <div class="scroll" tabindex="0" role="region" aria-label="Decisions">
-          <table>
-            <thead>
-              <tr>
-                <th scope="col">Call</th>
-                <th scope="col">Went to</th>
-                <th scope="col" class="n">
-                  Cached
-                </th>
-                <th scope="col" class="n">
-                  Age
-                </th>
-              </tr>
-            </thead>
-            <tbody>
-              {folded.map((group) => (
-                <DecisionRow key={group[0].key} group={group} now={now} />
-              ))}
-            </tbody>
-          </table>
-        </div>
+        <Table
+          label="Decisions"
+          heads={[["Call"], ["Went to"], ["Cached", true], ["Age", true]]}
+        >
+          <tbody>
+            {folded.map((group) => (
+              <DecisionRow key={group[0].key} group={group} now={now} />
+            ))}
+          </tbody>
+        </Table>
       )}
     </section>
   );

@@ -2,7 +2,7 @@
 import { useEffect, useState } from "preact/hooks";
 import { post, readOnce, rowsOf, useFeed } from "./api.js";
 import { clock, count, day, fullDate } from "./format.js";
-import { Bones, Empty, Live, Notice, Search, Segments, say, useSlow } from "./parts.jsx";
+import { Bones, Empty, Live, Notice, Search, Segments, say, useRead, useSlow } from "./parts.jsx";
 import { go, useTitle, withQuery } from "./route.js";
 import { setSeen, severityOf } from "./severity.js";
 
@@ -102,7 +102,8 @@ function fold(events) {
 
 function List({ events, isOperator }) {
   const [open, setOpen] = useState(null);
-  const engines = useEngines(events.filter((event) => event.kind.startsWith("engine")).length);
+  const number = events.filter((event) => event.kind.startsWith("engine")).length;
+  const engines = useRead(readEngines, new Map(), [number]);
   return [...fold(events)].map(([name, entries]) => (
     <section key={name} aria-label={name}>
       <h2 class="day">{name}</h2>
@@ -131,23 +132,8 @@ function List({ events, isOperator }) {
   ));
 }
 
-/** The engines by name, read again when the number of their events changes. */
-function useEngines(number) {
-  const [engines, setEngines] = useState(new Map());
-  useEffect(() => {
-    let isOver = false;
-    readOnce("overview").then(
-      (rows) =>
-        isOver ||
-        setEngines(new Map(rowsOf(rows, "engine").map((engine) => [engine.engine_name, engine]))),
-      () => {},
-    );
-    return () => {
-      isOver = true;
-    };
-  }, [number]);
-  return engines;
-}
+const readEngines = async () =>
+  new Map(rowsOf(await readOnce("overview"), "engine").map((one) => [one.engine_name, one]));
 
 function Event({ event, number, isOpen, toggle, engine }) {
   const severity = severityOf(event);

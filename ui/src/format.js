@@ -18,7 +18,8 @@ export function seconds(s) {
   if (s < 99.5) return `${s.toFixed(1)} s`;
   const whole = Math.round(s);
   if (whole < 3600) return `${Math.floor(whole / 60)} min ${whole % 60} s`;
-  return `${Math.floor(whole / 3600)} h ${Math.round((whole % 3600) / 60)} min`;
+  const minutes = Math.round(whole / 60);
+  return `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
 }
 
 /** A part of a whole: `62 %`; nothing without a whole. */
@@ -57,6 +58,9 @@ export function ago(at, now) {
   if (age < 100) return `${Math.round(age)} s ago`;
   return age < 5400 ? `${Math.round(age / 60)} min ago` : `${Math.round(age / 3600)} h ago`;
 }
+
+/** The start of an error of a native function, with the function's name. */
+export const NATIVE_ERROR = /^native function `([^`]*)` failed: /;
 
 export const cut = (text, length) =>
   text.length > length ? `${text.slice(0, length - 1)}…` : text;

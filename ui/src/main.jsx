@@ -5,7 +5,7 @@ import { post, readOnce, useVisitor } from "./api.js";
 import { Engines } from "./engines.jsx";
 import { Events } from "./events.jsx";
 import { Bird, Icon } from "./icons.jsx";
-import { Toast } from "./parts.jsx";
+import { NotFound, Toast, useRead } from "./parts.jsx";
 import { Playground } from "./playground.jsx";
 import { useRoute, useTitle } from "./route.js";
 import { Run } from "./run.jsx";
@@ -95,7 +95,7 @@ function View({ view, args, query, visitor, leave }) {
     case "events":
       return <Events isOperator={visitor.tenant === null} query={query} />;
     default:
-      return <NoSuchPage />;
+      return <NotFound what="page" />;
   }
 }
 
@@ -143,34 +143,8 @@ function Rail({ place, visitor, leave }) {
 }
 
 /** Whether a serious event is newer than the last visit to the events, at each change of place. */
-function useUnread(place) {
-  const [isUnread, setUnread] = useState(false);
-  useEffect(() => {
-    if (place === "events") return setUnread(false);
-    let isOver = false;
-    readOnce("events").then(
-      (rows) => isOver || setUnread(hasUnread(rows)),
-      () => {},
-    );
-    return () => {
-      isOver = true;
-    };
-  }, [place]);
-  return isUnread;
-}
-
-function NoSuchPage() {
-  useTitle("Not found");
-  return (
-    <div class="empty">
-      <h1>There is no such page</h1>
-      <p>The address may be mistyped.</p>
-      <a class="btn main" href="#/">
-        All runs
-      </a>
-    </div>
-  );
-}
+const useUnread = (place) =>
+  useRead(() => readOnce("events").then(hasUnread), false, [place]) && place !== "events";
 
 function Entry({ enter }) {
   useTitle("Sign in");

@@ -1,7 +1,7 @@
 // The service above the list of runs: its engines, and figures of the last ten minutes.
 import { useMemo, useState } from "preact/hooks";
 import { rowsOf, useFeed } from "./api.js";
-import { count, plural, seconds, share } from "./format.js";
+import { ago, count, plural, seconds, share } from "./format.js";
 import { Glyph } from "./icons.jsx";
 import { Slots, Spark } from "./spark.jsx";
 
@@ -102,6 +102,10 @@ export function useSeries() {
 export const courseOf = (series, read) =>
   series.length ? series.map((step) => (step === null ? null : (read(step) ?? null))) : undefined;
 
+/** When a step was, if it is not the last one. */
+const agoOf = (step) =>
+  step < 0 || step === STEPS - 1 ? "" : `, ${ago(0, (STEPS - 1 - step) * STEP_S)}`;
+
 const number = (value) => (value == null ? "–" : count(Math.round(value)));
 const percent = (value) => (value == null ? "–" : share(value, 1));
 const duration = (value) => (value == null ? "–" : seconds(value));
@@ -116,6 +120,7 @@ export function Tiles({ rows, engines, service }) {
   const kv = shares.length ? shares.reduce((a, b) => a + b, 0) / shares.length : null;
   const course = (field) => courseOf(series, (step) => step[field]);
   const last = series.at(-1);
+  const lastToken = series.findLastIndex((step) => step?.first_token_s != null);
   return (
     <section
       class="card tiles"
@@ -166,8 +171,8 @@ export function Tiles({ rows, engines, service }) {
       {last && (
         <Tile
           title="First token"
-          value={duration(last.first_token_s)}
-          unit="median"
+          value={duration(series[lastToken]?.first_token_s)}
+          unit={`median${agoOf(lastToken)}`}
           values={course("first_token_s")}
           write={duration}
         />
@@ -184,7 +189,7 @@ function Tile({ title, value, unit, values, second, write }) {
       <h2 class="cap">{title}</h2>
       <div class="v">
         {isPast ? write(values[at]) : value}
-        <small>{isPast ? `${(values.length - 1 - at) * STEP_S} s ago` : unit}</small>
+        <small>{isPast ? agoOf(at).slice(2) : unit}</small>
       </div>
       {values && (
         <Spark values={values} second={second} label={title} write={write} onPoint={setAt} />

@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { serverNow } from "./api.js";
 import { clock } from "./format.js";
 import { Glyph, Icon } from "./icons.jsx";
+import { useTitle } from "./route.js";
 
 const SLOW_MS = 200; // Rows that arrive earlier need no placeholder.
 
@@ -16,6 +17,54 @@ export function useNow(runs = true) {
   }, [runs]);
   return now;
 }
+
+/** What `read` resolves to, and `first` until then. `read` may return nothing. It reads again when `deps` change. */
+export function useRead(read, first, deps) {
+  const [value, setValue] = useState(first);
+  useEffect(() => {
+    const reading = read();
+    if (!reading) return undefined;
+    let isOver = false;
+    reading.then(
+      (answer) => isOver || setValue(answer),
+      () => {}, // `first`, or the last answer, is shown.
+    );
+    return () => {
+      isOver = true;
+    };
+  }, deps);
+  return value;
+}
+
+/** `[open, toggle]`: the ids of rows that were opened. */
+export function useOpen(first) {
+  const [open, setOpen] = useState(() => new Set(first));
+  const toggle = (id) =>
+    setOpen((old) => {
+      const next = new Set(old);
+      if (!next.delete(id)) next.add(id);
+      return next;
+    });
+  return [open, toggle];
+}
+
+/** `heads`: pairs of a name and whether its column has numbers. */
+export const Table = ({ label, heads, children }) => (
+  <div class="scroll" tabindex="0" role="region" aria-label={label}>
+    <table>
+      <thead>
+        <tr>
+          {heads.filter(Boolean).map(([name, isNumber]) => (
+            <th key={name} scope="col" class={isNumber && "n"}>
+              {name}
+            </th>
+          ))}
+        </tr>
+      </thead>
+      {children}
+    </table>
+  </div>
+);
 
 /** Whether the view is connected, and why it is not. */
 export function Notice({ feed }) {
@@ -168,6 +217,20 @@ export function Segments({ label, options, chosen, onChoose }) {
           {number !== undefined && <b>{number}</b>}
         </button>
       ))}
+    </div>
+  );
+}
+
+/** `children`: why there is nothing at this address. */
+export function NotFound({ what, children }) {
+  useTitle("Not found");
+  return (
+    <div class="empty">
+      <h1>There is no such {what}</h1>
+      <p>{children} The address may be mistyped.</p>
+      <a class="btn main" href="#/">
+        All runs
+      </a>
     </div>
   );
 }

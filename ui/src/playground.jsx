@@ -6,6 +6,7 @@ import { EXAMPLES, SETTINGS, keepDraft, readDraft } from "./draft.js";
 import { plural } from "./format.js";
 import { Icon } from "./icons.jsx";
 import { graphRequest, problem, readProgram } from "./program.js";
+import { useRead } from "./parts.jsx";
 import { Results } from "./results.jsx";
 import { useTitle } from "./route.js";
 
@@ -20,7 +21,7 @@ const draftOf = (example) => ({
 export function Playground() {
   useTitle("Playground");
   const [draft, setDraft] = useState(() => readDraft() ?? draftOf(FIRST));
-  const models = useModels();
+  const models = useRead(readModels, [], []);
   const results = useRef(null);
   const { calls, values, settings } = draft;
   const program = readProgram(calls, settings);
@@ -182,26 +183,10 @@ const Inputs = ({ names, values, change }) => (
 );
 
 /** The models that the service has. */
-function useModels() {
-  const [models, setModels] = useState([]);
-  useEffect(() => {
-    let isOver = false;
-    readOnce("overview").then(
-      (rows) =>
-        isOver ||
-        setModels([
-          ...new Set([
-            ...(rows.get("service")?.models ?? []),
-            ...rowsOf(rows, "engine").map((engine) => engine.model),
-          ]),
-        ]),
-      () => {},
-    );
-    return () => {
-      isOver = true;
-    };
-  }, []);
-  return models;
+async function readModels() {
+  const rows = await readOnce("overview");
+  const served = rowsOf(rows, "engine").map((engine) => engine.model);
+  return [...new Set([...(rows.get("service")?.models ?? []), ...served])];
 }
 
 function freeName(calls) {

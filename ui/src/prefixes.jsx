@@ -2,14 +2,14 @@
 import { useState } from "preact/hooks";
 import { count, plural } from "./format.js";
 import { Glyph, Icon } from "./icons.jsx";
-import { Segments } from "./parts.jsx";
+import { Segments, useOpen } from "./parts.jsx";
 
 const OPEN_DEPTH = 2; // Levels that are unfolded at first.
 const MAX_ROWS = 200;
 
 export function Prefixes({ contexts, engines }) {
   const [chosen, setChosen] = useState(null);
-  const [toggled, setToggled] = useState(() => new Set());
+  const [toggled, toggle] = useOpen();
   const names = engines.map((engine) => engine.engine_name);
   const name =
     chosen ?? names.find((one) => contexts.some((context) => context.engine === one)) ?? names[0];
@@ -29,12 +29,6 @@ export function Prefixes({ contexts, engines }) {
     }
   };
   add(null, 0);
-  const toggle = (id) =>
-    setToggled(
-      toggled.has(id)
-        ? new Set([...toggled].filter((other) => other !== id))
-        : new Set([...toggled, id]),
-    );
   return (
     <section class="card box">
       <header>

@@ -1,10 +1,9 @@
 // The prompt of a call: as the model saw it, with its cached part marked, or as its template.
-import { Fragment } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { promptPath } from "./again.js";
 import { get } from "./api.js";
 import { count } from "./format.js";
-import { CopyButton, Segments } from "./parts.jsx";
+import { CopyButton, Segments, useRead } from "./parts.jsx";
 
 const FORMS = [
   { id: "seen", name: "As the model saw it" },
@@ -53,72 +52,66 @@ const nameOf = (piece, { rows }) =>
 
 /** The prompt with roles and the cached part; null until the call has one. */
 export function useSeen({ id, seesValues }, call) {
-  const [seen, setSeen] = useState(null);
   const path = call && seesValues && call.ready_s != null ? promptPath(id, call) : null;
-  useEffect(() => {
-    if (!path) return undefined;
-    let isOver = false;
-    get(path).then(
-      (answer) => isOver || setSeen(answer),
-      () => {}, // The template is shown instead.
-    );
-    return () => {
-      isOver = true;
-    };
-  }, [path, call?.finished_s]);
+  const seen = useRead(() => path && get(path), null, [path, call?.finished_s]);
   return seen?.prompt?.length ? seen : null;
 }
 
-function Template({ pieces, output, run }) {
-  return (
-    <>
-      <div class="turn">
-        <b>prompt</b>
-        <div>
-          {pieces.map((piece, i) =>
-            piece.text === undefined ? (
-              <button key={i} class="ph link" type="button" onClick={() => run.open(piece.var)}>
-                {`{{${nameOf(piece, run)}}}`}
-              </button>
-            ) : (
-              <span key={i}>{piece.text}</span>
-            ),
-          )}
-        </div>
-      </div>
-      <div class="turn out">
-        <b>output</b>
-        <div>
-          <span class="ph out">{`{{${output.name}}}`}</span>
-        </div>
-      </div>
-    </>
-  );
-}
-
-const Fill = ({ name, text }) => (
-  <span class="fill" data-name={name}>
-    {text}
-  </span>
+/** A part of one role: texts, and variables by name. */
+const Turn = ({ role, isFresh, children }) => (
+  <div class={isFresh ? "turn fresh" : "turn"}>
+    <b>{role}</b>
+    <div>{children}</div>
+  </div>
 );
+
+const Template = ({ pieces, output, run }) => (
+  <>
+    <Turn role="prompt">
+      {pieces.map((piece, i) =>
+        piece.text === undefined ? (
+          <button key={i} class="ph link" type="button" onClick={() => run.open(piece.var)}>
+            {`{{${nameOf(piece, run)}}}`}
+          </button>
+        ) : (
+          <span key={i}>{piece.text}</span>
+        ),
+      )}
+    </Turn>
+    <div class="turn out">
+      <b>output</b>
+      <div>
+        <span class="ph out">{`{{${output.name}}}`}</span>
+      </div>
+    </div>
+  </>
+);
+
+/** Pieces of a prompt with their values; a piece of a variable has a name. */
+const Filling = ({ pieces, nothing }) =>
+  pieces.map(({ name, text }, i) =>
+    name ? (
+      <span key={i} class="fill" data-name={name}>
+        {text ?? nothing}
+      </span>
+    ) : (
+      <span key={i}>{text}</span>
+    ),
+  );
 
 /** Without the server's answer: the template with the inputs' texts, and how much was cached. */
 function Filled({ pieces, texts, call, output, run }) {
   const prompt = call.cached_tokens + call.computed_tokens;
+  const filled = pieces.map((piece) =>
+    piece.text === undefined
+      ? { name: nameOf(piece, run), text: texts.get(piece.var)?.text }
+      : piece,
+  );
   return (
     <>
-      <div class="turn">
-        <b>prompt</b>
-        <div>
-          {pieces.map((piece, i) =>
-            piece.text === undefined ? (
-              <Fill key={i} name={nameOf(piece, run)} text={texts.get(piece.var)?.text ?? "…"} />
-            ) : (
-              <span key={i}>{piece.text}</span>
-            ),
-          )}
-        </div>
-      </div>
+      <Turn role="prompt">
+        <Filling pieces={filled} nothing="…" />
+      </Turn>
       {prompt > 0 && (
         <p class="cutline">
           {count(call.cached_tokens)} of {count(prompt)} tokens were in the KV cache,{" "}
@@ -161,21 +154,12 @@ function Seen({ seen, output }) {
       {turns.map((turn, i) => (
         <Fragment key={i}>
           {isKnown && i === cut && <Cut seen={seen} />}
-          <div class={turn.isCached || !isKnown ? "turn" : "turn fresh"}>
-            <b>
-              {turn.role}
-              {turn.isOn && ", on"}
-            </b>
-            <div>
-              {turn.pieces.map((piece, j) =>
-                piece.name ? (
-                  <Fill key={j} name={piece.name} text={piece.text ?? "no value yet"} />
-                ) : (
-                  <span key={j}>{piece.text}</span>
-                ),
-              )}
-            </div>
-          </div>
+          <Turn
+            role={turn.isOn ? `${turn.role}, on` : turn.role}
+            isFresh={isKnown && !turn.isCached}
+          >
+            <Filling pieces={turn.pieces} nothing="no value yet" />
+          </Turn>
         </Fragment>
       ))}
       {isKnown && cut < 0 && <Cut seen={seen} />}

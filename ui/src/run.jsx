@@ -7,7 +7,7 @@ import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
 import { Glyph, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
-import { Bones, CopyButton, Notice, say, useNow, useSlow } from "./parts.jsx";
+import { Bones, CopyButton, NotFound, Notice, Segments, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { canRunAgain } from "./again.js";
 import { AgainButton, RunActions } from "./run_actions.jsx";
@@ -25,7 +25,13 @@ export function Run({ id, shown, group, visitor }) {
   const session = feed.rows.get("session");
   const isSlow = useSlow(!session);
   useTitle(session ? nameOf(withFunctions(session, feed.rows)) : "Run");
-  if (feed.error && !session) return <NoSuchRun reason={feed.error} />;
+  if (feed.error && !session)
+    return (
+      <NotFound what="run">
+        {feed.error[0].toUpperCase() + feed.error.slice(1)}. Finished runs are kept for a limited
+        time.
+      </NotFound>
+    );
   if (!session) {
     return (
       <div class="screen">
@@ -175,7 +181,16 @@ function Lower({ run: { graph, rows, wall, now, open }, layout, shares, shown })
   return (
     <section class="card box" aria-label="Timeline, variables and calls">
       <header>
-        <Tabs chosen={tab} onChoose={setTab} variables={number} calls={graph.calls.size} />
+        <Segments
+          label="Timeline, variables or calls"
+          options={[
+            { id: "timeline", name: "Timeline" },
+            { id: "variables", name: "Variables", number: count(number) },
+            { id: "calls", name: "Calls", number: count(graph.calls.size) },
+          ]}
+          chosen={tab}
+          onChoose={setTab}
+        />
         {tab === "timeline" && layout.nodes.length < graph.calls.size && (
           <span class="end">
             <button
@@ -398,39 +413,5 @@ function Totals({ session, graph, wall, now }) {
         </div>
       ))}
     </dl>
-  );
-}
-
-function Tabs({ chosen, onChoose, variables, calls }) {
-  const tabs = [
-    ["timeline", "Timeline"],
-    ["variables", "Variables", variables],
-    ["calls", "Calls", calls],
-  ];
-  return (
-    <div class="seg" role="group" aria-label="Timeline, variables or calls">
-      {tabs.map(([id, name, number]) => (
-        <button key={id} type="button" aria-pressed={id === chosen} onClick={() => onChoose(id)}>
-          {name}
-          {number !== undefined && <b>{count(number)}</b>}
-        </button>
-      ))}
-    </div>
-  );
-}
-
-function NoSuchRun({ reason }) {
-  useTitle("Not found");
-  return (
-    <div class="empty">
-      <h1>There is no such run</h1>
-      <p>
-        {reason[0].toUpperCase() + reason.slice(1)}. Finished runs are kept for a limited time, and
-        the address may be mistyped.
-      </p>
-      <a class="btn main" href="#/">
-        All runs
-      </a>
-    </div>
   );
 }

@@ -1,5 +1,5 @@
 // Runs as the list shows them: names, states, groups by day, and requests of one client as one row.
-import { day } from "./format.js";
+import { NATIVE_ERROR, count, day } from "./format.js";
 
 const LIST_FIELDS = [
   "calls",
@@ -12,6 +12,7 @@ const LIST_FIELDS = [
   "output_tokens",
   "prefix_breaks",
   "cost",
+  "busy_s",
 ];
 
 const OWN_APP = "page"; // The application of the playground's runs.
@@ -29,6 +30,20 @@ export const nameOf = (run) =>
 export const kindOf = (run) =>
   ["conversation", "api", "API"].includes(run.kind) ? "API" : (run.kind ?? "program");
 
+// The APIs by the names of their calls.
+const APIS = {
+  chat: "OpenAI API",
+  completion: "OpenAI API",
+  responses: "OpenAI Responses API",
+  messages: "Anthropic API",
+};
+
+/** `program`, `agent`, or the API that the requests used. */
+export function kindName(run) {
+  const kind = kindOf(run);
+  return kind === "API" ? (APIS[run.functions?.[0]] ?? kind) : kind;
+}
+
 /** The class of a run's state. A live program without a running call waits for its own code. */
 export function stateOf(run) {
   if (run.state === "finished") return "done";
@@ -42,21 +57,22 @@ export function stateOf(run) {
 
 export const isNow = (entry) => entry.state === "running" || entry.state === "waiting";
 
-/** Seconds from the begin to the end of a run; of an idle client's session they are not known. */
+/** Seconds from the begin to the end of a run; of API requests, the seconds that they took. */
 export function wallSeconds(run, now) {
-  if (run.ended_at != null && kindOf(run) !== "API") return run.ended_at - run.created_at;
+  if (kindOf(run) === "API" && !run.running) return run.busy_s || null;
+  if (run.ended_at != null) return run.ended_at - run.created_at;
   return isNow({ state: stateOf(run) }) ? Math.max(0, now - run.created_at) : null;
 }
 
 /** The second line of a row: the error, or the last prompt's first words, or the functions. */
 function wordsOf(run, state) {
-  if (state === "failed" && run.error) return run.error;
+  if (state === "failed" && run.error) return run.error.replace(NATIVE_ERROR, "$1: ");
   if (run.words) return run.words;
   const functions = (run.functions ?? []).join(", ");
   return functions === nameOf(run) ? "" : functions;
 }
 
-function entryOf(run) {
+export function entryOf(run) {
   const state = stateOf(run);
   return {
     id: String(run.id),
@@ -64,13 +80,17 @@ function entryOf(run) {
     members: [run],
     state,
     kind: kindOf(run),
+    tag: kindName(run),
     name: nameOf(run),
     words: wordsOf(run, state),
     at: run.created_at,
   };
 }
 
-/** One entry for the API requests of one tenant and name, the newest first. */
+/** Requests of one tenant and client through one API share a row. */
+const foldOf = ({ run, name, tag }) => [run.tenant, name, tag].join(" ");
+
+/** One entry for API requests that share a row, the newest first. */
 function folded(entries) {
   const [newest] = entries;
   const sums = Object.fromEntries(
@@ -82,16 +102,15 @@ function folded(entries) {
   const running = entries.find(({ state }) => state === "running");
   const failed = entries.filter(({ state }) => state === "failed");
   const state = running ? "running" : failed.length ? "failed" : newest.state;
-  const lastError = failed[0]?.words;
+  const number = `${count(entries.length)} requests`;
+  const { words } = failed[0] ?? running ?? newest;
   return {
     ...newest,
-    id: `${newest.run.tenant} ${newest.name}`,
+    id: foldOf(newest),
     run: { ...newest.run, ...sums },
     members: entries.map((entry) => entry.run),
     state,
-    words: failed.length
-      ? `${failed.length} of ${entries.length} failed${lastError ? `; the last: ${lastError}` : ""}`
-      : (running ?? newest).words,
+    words: `${failed.length ? `${failed.length} of ${number} failed` : number}${words && `; the last: ${words}`}`,
     isBad: failed.length > 0,
   };
 }
@@ -101,18 +120,22 @@ export function entriesOf(runs) {
   const entries = runs.map(entryOf).sort((a, b) => b.at - a.at);
   const groups = new Map();
   for (const entry of entries) {
-    const key = entry.kind === "API" ? `${entry.run.tenant} ${entry.name}` : entry.id;
+    const key = entry.kind === "API" ? foldOf(entry) : entry.id;
     if (!groups.has(key)) groups.set(key, []);
     groups.get(key).push(entry);
   }
   return [...groups.values()].map((group) => (group.length > 1 ? folded(group) : group[0]));
 }
 
+const hasFailed = (entry) => entry.state === "failed" || entry.run.failed > 0;
+
+/** `cancelled` is offered if there is such a run. */
 export const FILTERS = {
   all: () => true,
   running: isNow,
-  finished: (entry) => !isNow(entry),
-  failed: (entry) => entry.state === "failed" || entry.run.failed > 0,
+  finished: (entry) => entry.state === "done" && !hasFailed(entry),
+  failed: hasFailed,
+  cancelled: (entry) => entry.state === "stopped",
 };
 
 /** Whether an entry has the words, in any of the texts that the list knows of it. */
@@ -128,7 +151,7 @@ export function matches(entry, text) {
     ...(run.functions ?? []),
     ...run.models,
   ]);
-  const all = [entry.kind, ...texts].join(" ").toLowerCase();
+  const all = [entry.tag, ...texts].join(" ").toLowerCase();
   return wanted.every((word) => all.includes(word));
 }
 

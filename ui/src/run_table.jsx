@@ -1,21 +1,18 @@
 // The table of runs: one row for a run, or for all API requests of one client.
-import { Fragment } from "preact";
 import { memo } from "./memo.js";
 import { useState } from "preact/hooks";
 import { ago, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { Glyph, Icon, Mark } from "./icons.jsx";
-import { BREAKS, nameOf, stateOf, wallSeconds } from "./run_list.js";
+import { useOpen } from "./parts.jsx";
+import { BREAKS, wallSeconds, entryOf } from "./run_list.js";
 
 const STEP = 200; // Rows that are drawn at first, and with each "Show more".
+const SHAPE = "The calls of the run, from its start to its end";
 const MAX_MEMBERS = 20; // Requests of an unfolded client that are listed.
 
 export function RunTable({ groups, sort, onSort, now, hasTenants }) {
   const [limit, setLimit] = useState(STEP);
-  const [open, setOpen] = useState(() => new Set());
-  const toggle = (id) =>
-    setOpen((old) =>
-      old.has(id) ? new Set([...old].filter((other) => other !== id)) : new Set([...old, id]),
-    );
+  const [open, toggle] = useOpen();
   const all = groups.flatMap(([, entries]) => entries);
   const hasCosts = all.some((entry) => entry.run.cost > 0);
   const hasShapes = all.some((entry) => entry.run.shape?.length);
@@ -30,8 +27,8 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
             <tr>
               <Head label="Run" {...head} />
               {hasShapes && (
-                <th scope="col" class="only-wide c-shape">
-                  Shape
+                <th scope="col" class="only-wide c-shape" title={SHAPE}>
+                  Timeline
                 </th>
               )}
               <Head label="Calls" id="calls" isNumber {...head} />
@@ -144,7 +141,7 @@ const Row = memo(function Row({
                 ) : (
                   <a href={`#/run/${run.id}`}>{entry.name}</a>
                 )}
-                <span class="tag">{isFold ? `API ×${entry.members.length}` : entry.kind}</span>
+                <span class="tag">{entry.tag}</span>
                 {isFold && <Icon name={isOpen ? "down" : "right"} />}
                 {run.prefix_breaks > 0 && (
                   <span class="st queued" title={BREAKS}>
@@ -158,7 +155,7 @@ const Row = memo(function Row({
                   </span>
                 )}
               </div>
-              <div class={isBad ? "w cut bad" : "w cut"} title={entry.words}>
+              <div class={isBad ? "w bad" : "w cut"} title={entry.words}>
                 {entry.words || (state === "waiting" ? "waits for your program" : "")}
               </div>
             </div>
@@ -166,7 +163,7 @@ const Row = memo(function Row({
         </td>
         {hasShapes && (
           <td class="only-wide c-shape">
-            <Shape bars={run.shape ?? []} />
+            {!isFold && <Shape bars={run.shape ?? []} />}
           </td>
         )}
         <td class="n c-calls">
@@ -204,8 +201,7 @@ const Row = memo(function Row({
 });
 
 function Member({ run, columns, now }) {
-  const state = stateOf(run);
-  const words = (state === "failed" && run.error) || run.words || nameOf(run);
+  const { state, words, name } = entryOf(run);
   const cached = share(run.cached_tokens, run.prompt_tokens);
   return (
     <tr class="sub row" onClick={openRow}>
@@ -213,12 +209,12 @@ function Member({ run, columns, now }) {
         <div class="run">
           <Mark state={state} />
           <a class="cut" href={`#/run/${run.id}`}>
-            {words}
+            {words || name}
           </a>
         </div>
       </td>
       <td class="n dim">
-        {count(run.prompt_tokens)} in, {count(run.output_tokens)} out
+        {seconds(wallSeconds(run, now))}, {count(run.prompt_tokens)} in, {count(run.output_tokens)} out
         {cached && `, ${cached} cached`}
       </td>
       <td class="n dim" title={fullDate(run.created_at)}>

@@ -1,7 +1,7 @@
 // All runs: what runs, what ran and what failed, with the service's last ten minutes above.
 import { useMemo } from "preact/hooks";
 import { rowsOf, useFeed } from "./api.js";
-import { count, plural } from "./format.js";
+import { count, plural, seconds } from "./format.js";
 import { Bird, Glyph, Icon } from "./icons.jsx";
 import { EngineCards, Tiles } from "./overview.jsx";
 import {
@@ -19,7 +19,13 @@ import { go, useTitle, withQuery } from "./route.js";
 import { FILTERS, entriesOf, grouped, isNow, matches } from "./run_list.js";
 import { RunTable } from "./run_table.jsx";
 
-const FILTER_NAMES = { all: "All", running: "Running", finished: "Finished", failed: "Failed" };
+const FILTER_NAMES = {
+  all: "All",
+  running: "Running",
+  finished: "Finished",
+  failed: "Failed",
+  cancelled: "Cancelled",
+};
 const KINDS = { program: "Programs", agent: "Agents", API: "API requests" };
 
 export function Runs({ query }) {
@@ -52,7 +58,7 @@ export function Runs({ query }) {
       {service && <Tiles rows={feed.rows} engines={engines} service={service} />}
       {service && <EngineCards engines={engines} />}
       {service &&
-        (runs.length ? <List runs={runs} query={query} /> : <Nothing engines={engines} />)}
+        (runs.length ? <List runs={runs} query={query} service={service} /> : <Nothing engines={engines} />)}
     </div>
   );
 }
@@ -70,7 +76,7 @@ function filtersOf(query) {
   };
 }
 
-function List({ runs, query }) {
+function List({ runs, query, service }) {
   const filters = filtersOf(query);
   const { filter, q, kind, tenant, sort } = filters;
   const set = (changed) => {
@@ -86,6 +92,7 @@ function List({ runs, query }) {
       matches(entry, q),
   );
   const shown = found.filter(FILTERS[filter]);
+  const numbers = Object.keys(FILTERS).map((id) => [id, found.filter(FILTERS[id]).length]);
   const kinds = [...new Set(entries.map((entry) => entry.kind))];
   const tenants = [...new Set(runs.map((run) => run.tenant))].sort();
   return (
@@ -93,11 +100,9 @@ function List({ runs, query }) {
       <div class="bar">
         <Segments
           label="Which runs"
-          options={Object.keys(FILTERS).map((id) => ({
-            id,
-            name: FILTER_NAMES[id],
-            number: count(found.filter(FILTERS[id]).length),
-          }))}
+          options={numbers
+            .filter(([id, number]) => number || id !== "cancelled" || id === filter)
+            .map(([id, number]) => ({ id, name: FILTER_NAMES[id], number: count(number) }))}
           chosen={filter}
           onChoose={(name) => set({ filter: name })}
         />
@@ -147,13 +152,38 @@ function List({ runs, query }) {
           </Empty>
         </div>
       )}
-      <p class="faint note">
-        {plural(runs.filter((run) => run.ended_at != null).length, "finished run")} kept. Older runs
-        are deleted; their tokens stay in <a href="#/tenants">Tenants</a>.
-      </p>
+      <Note shown={shown} service={service} />
     </>
   );
 }
+
+/** What the rows stand for, and how long they stay. */
+function Note({ shown, service: { max_runs, max_age_s } }) {
+  const number = shown.reduce((sum, entry) => sum + entry.members.length, 0);
+  return (
+    <div class="faint note">
+      <p class="legend only-wide">
+        Timeline: one bar for each call
+        {Object.entries(BARS).map(([name, word]) => (
+          <span key={name}>
+            <i class={name} />
+            {word}
+          </span>
+        ))}
+      </p>
+      <p>
+        {number > shown.length &&
+          `${plural(shown.length, "row")} with ${count(number)} runs: API requests of one client share a row. `}
+        {max_runs > 0
+          ? `The last ${count(max_runs)} finished runs are kept, each for ${seconds(max_age_s)}. Older runs disappear from this list, but `
+          : "Finished runs are not kept, but "}
+        <a href="#/tenants">Tenants</a> still counts their calls and tokens.
+      </p>
+    </div>
+  );
+}
+
+const BARS = { "k-bar": "finished", "k-use": "running", "k-soft": "queued", "k-failed": "failed" };
 
 const Choice = ({ label, all, options, value, onChoose }) => (
   <label>

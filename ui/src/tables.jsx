@@ -3,26 +3,10 @@ import { useState } from "preact/hooks";
 import { errorText } from "./blame.jsx";
 import { Icon, Mark } from "./icons.jsx";
 import { count, seconds, share } from "./format.js";
+import { Table } from "./parts.jsx";
 import { looks } from "./states.js";
 
 const MAX_ROWS = 400; // The last ones are listed.
-
-const Table = ({ label, heads, children }) => (
-  <div class="scroll" tabindex="0" role="region" aria-label={label}>
-    <table>
-      <thead>
-        <tr>
-          {heads.map(([name, isNumber]) => (
-            <th key={name} scope="col" class={isNumber ? "n" : undefined}>
-              {name}
-            </th>
-          ))}
-        </tr>
-      </thead>
-      <tbody>{children}</tbody>
-    </table>
-  </div>
-);
 
 const openRow = (event) =>
   !event.target.closest("button") && event.currentTarget.querySelector("button")?.click();
@@ -46,6 +30,7 @@ export function Calls({ graph, shares, onOpen }) {
           ["Output", true],
         ]}
       >
+        <tbody>
         {rows.map(([id, call]) => {
           const { state, word } = looks(call, graph.hasEnded);
           const prompt = call.cached_tokens + call.computed_tokens;
@@ -70,6 +55,7 @@ export function Calls({ graph, shares, onOpen }) {
             </tr>
           );
         })}
+        </tbody>
       </Table>
     </>
   );
@@ -136,6 +122,7 @@ export function Variables({ rows, graph, layout, onOpen }) {
         label="Variables"
         heads={[["Name"], ["Made by"], ["Read by"], ["Characters", true], ["Value"]]}
       >
+        <tbody>
         {shown.flatMap((group) => {
           if (group.length <= FOLD_ABOVE) return group.map(drawn);
           const [{ id }] = group;
@@ -155,6 +142,7 @@ export function Variables({ rows, graph, layout, onOpen }) {
             ...(open === id ? group.map(drawn) : []),
           ];
         })}
+        </tbody>
       </Table>
     </>
   );

@@ -1,9 +1,8 @@
 // Who uses how much: calls, tokens and costs of tenants and of their functions.
-import { useState } from "preact/hooks";
 import { rowsOf, useFeed } from "./api.js";
 import { count, dollars, seconds, share } from "./format.js";
 import { Icon } from "./icons.jsx";
-import { Bones, Empty, Live, Notice, save, useSlow } from "./parts.jsx";
+import { Bones, Empty, Live, Notice, Table, save, useOpen, useSlow } from "./parts.jsx";
 import { useTitle } from "./route.js";
 import { Parts } from "./spark.jsx";
 
@@ -57,7 +56,7 @@ export function Tenants({ visitor, leave }) {
       </div>
       <Notice feed={feed} />
       {isSlow && !feed.error && !feed.lostAt && <Bones />}
-      {tenants.length > 0 && <Table tenants={tenants} />}
+      {tenants.length > 0 && <Usage tenants={tenants} />}
       {tenants.length > 0 && (
         <p class="faint note">
           Completed calls since the server started. Engine time: the time of engines that the tokens
@@ -84,47 +83,26 @@ const asCsv = (rows) =>
     )
     .join("\n");
 
-function Table({ tenants }) {
-  const [open, setOpen] = useState(() => new Set(tenants.length === 1 ? [tenants[0].tenant] : []));
-  const toggle = (name) =>
-    setOpen(
-      open.has(name)
-        ? new Set([...open].filter((other) => other !== name))
-        : new Set([...open, name]),
-    );
+function Usage({ tenants }) {
+  const [open, toggle] = useOpen(tenants.length === 1 ? [tenants[0].tenant] : []);
   const total = tenants.reduce((sum, tenant) => sum + tenant.service_s, 0);
   const hasCosts = tenants.some((tenant) => tenant.cost > 0);
   const isShared = tenants.length > 1;
   return (
     <div class="card table">
-      <div class="scroll" tabindex="0" role="region" aria-label="Tenants">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col">Tenant and function</th>
-              <th scope="col" class="n">
-                Calls
-              </th>
-              <th scope="col" class="n">
-                Prompt
-              </th>
-              <th scope="col" class="n">
-                Cached
-              </th>
-              <th scope="col" class="n">
-                Output
-              </th>
-              <th scope="col" class="n">
-                Engine time
-              </th>
-              {isShared && <th scope="col">Share</th>}
-              {hasCosts && (
-                <th scope="col" class="n">
-                  Cost
-                </th>
-              )}
-            </tr>
-          </thead>
+      <Table
+        label="Tenants"
+        heads={[
+          ["Tenant and function"],
+          ["Calls", true],
+          ["Prompt", true],
+          ["Cached", true],
+          ["Output", true],
+          ["Engine time", true],
+          isShared && ["Share"],
+          hasCosts && ["Cost", true],
+        ]}
+      >
           {tenants.map(({ tenant, functions, ...sum }) => {
             const isOpen = open.has(tenant);
             const part = total ? Math.round((100 * sum.service_s) / total) : 0;
@@ -170,8 +148,7 @@ function Table({ tenants }) {
               </tbody>
             );
           })}
-        </table>
-      </div>
+      </Table>
     </div>
   );
 }

@@ -101,6 +101,8 @@ class PageRows:
                 "queued": queued,
                 "models": [card.id for card in core.models().data],
                 "closing": core.is_closing,
+                "max_runs": core.config.history.max_runs,
+                "max_age_s": core.config.history.max_age,
             }
         }
         for engine in core.fleet.views():
@@ -267,7 +269,7 @@ def variable_row(variable: SemanticVariable, began: float) -> Row:
         "producer": None if producer is None else producer.outputs[0].id,
         "set_s": None if variable.set_at is None else max(0.0, variable.set_at - began),
     }
-    if head := first_words([variable.partial_text[:_MAX_HEAD]], _MAX_HEAD):
+    if head := first_words([variable.partial_text[: 2 * _MAX_HEAD]], _MAX_HEAD):
         row["head"] = head
     if variable.error is not None:
         row["errors"] = list(_causes(variable.error))

@@ -24,7 +24,7 @@ Row = dict[str, Any]
 _MAX_CALLS = 1024  # The last calls of a session are shown.
 _MAX_NAMED_CALLS, _MAX_NAMES = 64, 3  # A session without an application has these functions' names.
 _MAX_WORDS = 80  # Characters of a prompt in the list of runs.
-_MAX_ERROR = 200  # Characters of an error in the list of runs.
+_MAX_ERROR = 300  # Characters of an error in the list of runs.
 _MAX_SCANNED = 2048  # Characters of a prompt in which its first words are searched.
 _MAX_BARS, _MAX_LANES = 24, 4  # Size of a run's shape.
 _SHAPE_UNITS = 100  # A shape's times are in hundredths of the run.
@@ -101,6 +101,8 @@ def sum_row(session: Session, context: RowContext) -> Row:
     if words := _words(session, tasks):
         counts["words"] = words
     counts["shape"] = _shape(tasks, session.created_at)
+    if session.is_program:
+        counts["busy_s"] = round(sum(map(_call_seconds, tasks)), 3)
     return counts
 
 
@@ -108,6 +110,12 @@ def _cost(tasks: Iterable[Task], prices: PriceTable | None) -> float | None:
     if prices is None:
         return None
     return sum(prices.cost(task.stats) for task in tasks if isinstance(task, Completion))
+
+
+def _call_seconds(task: Task) -> float:
+    """The time of a call from its last input to its end. 0 for a call that has not ended."""
+    ready, finished = task.times.ready, task.times.finished
+    return 0.0 if ready is None or finished is None else max(0.0, finished - ready)
 
 
 def was_stopped(task: Task) -> bool:
@@ -122,7 +130,7 @@ def _last_error(failed: Sequence[Task]) -> str | None:
         return None
     output = max(own, key=lambda task: task.times.finished or 0.0).outputs[0]
     error = output.origin or output.error
-    return None if error is None else _root(error).message[:_MAX_ERROR]
+    return None if error is None else shortened(_root(error).message, _MAX_ERROR)
 
 
 def _root(error: ParrotError) -> ParrotError:
@@ -153,15 +161,20 @@ def _texts(completion: Completion) -> Iterator[str]:
 
 
 def first_words(texts: Iterable[str], max_chars: int = _MAX_WORDS) -> str:
-    """The first words, with one space between two of them."""
+    """The first words, with one space between two of them, and an ellipsis if there are more."""
     found = ""
     num_left = _MAX_SCANNED
     for text in texts:
         found += text[:num_left]
         num_left -= len(text)
-        if num_left <= 0 or len(found.lstrip()) >= _MAX_WORDS * 2:
+        if num_left <= 0 or len(found.lstrip()) > _MAX_WORDS * 2:
             break
-    return " ".join(found.split())[:max_chars]
+    return shortened(" ".join(found.split()), max_chars)
+
+
+def shortened(text: str, max_chars: int) -> str:
+    """The text, or its start and an ellipsis."""
+    return text if len(text) <= max_chars else text[: max_chars - 1].rstrip() + "…"
 
 
 def _shape(tasks: Sequence[Task], began: float) -> list[list[Any]]:

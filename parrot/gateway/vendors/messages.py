@@ -336,6 +336,7 @@ class Messages:
                 options=template_options(request),
                 program=caller.program or user,
                 client=caller.client,
+                func_name="messages",
                 traceparent=caller.traceparent,
                 request_id=caller.request_id,
                 client_key=caller.key,

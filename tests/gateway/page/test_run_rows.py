@@ -48,7 +48,8 @@ async def test_a_run_says_what_it_asked_last_and_why_it_failed() -> None:
     await world.settle()
     await read
     (row,) = runs(world.core)
-    assert row["words"] == "Ask what is a parrot? " + "x" * 58
+    assert row["words"] == "Ask what is a parrot? " + "x" * 57 + "…"
+    assert "busy_s" not in row
     assert (row["kind"], row["func_name"], row["tenant"]) == ("program", "ask", "public")
     assert "error" not in row
 
@@ -168,8 +169,19 @@ async def test_requests_of_a_client_have_its_name_and_their_last_message() -> No
         await site.post("/v1/chat/completions", chat | {"prompt_cache_key": "mine"})
         plain = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
         await site.post("/v1/completions", plain, headers={"User-Agent": "curl/8.5.0"})
+        claude = {"User-Agent": "claude-cli/1.0.60"}
+        await site.post("/v1/messages", chat | {"max_tokens": 4}, headers=claude)
+        codex = {"User-Agent": "codex_exec/0.1"}
+        await site.post("/v1/responses", {"model": MODEL, "input": "Hello"}, headers=codex)
         rows = {row["app"]: row for row in runs(site.core)}
-        assert rows.keys() == {"openai", "mine", "curl"}
+        assert {app: row["functions"] for app, row in rows.items()} == {
+            "openai": ["chat"],
+            "mine": ["chat"],
+            "curl": ["completion"],
+            "claude-code": ["messages"],
+            "codex": ["responses"],
+        }
+        assert all(row["busy_s"] >= 0.0 for row in rows.values())
         assert {row["kind"] for row in rows.values()} == {"API"}
         assert rows["openai"]["words"] == rows["mine"]["words"] == "Name three birds."
         assert rows["curl"]["words"] == "Once upon a time"

@@ -126,6 +126,7 @@ class Responses:
                 calls=request.call_rules(),
                 program=asked.program,
                 client=asked.client,
+                func_name="responses",
                 traceparent=asked.traceparent,
                 request_id=asked.request_id,
                 client_key=asked.client_key,
