@@ -152,8 +152,8 @@ class _Facts:
 
 
 def _num_engines(fault: Disturbance) -> int:
-    """Engines that a call may lose by the fault: those that died at once, one after the other."""
-    return _MAX_LOST if fault.target == "all links" else max(1, fault.target.count("engine-"))
+    """Losses that the fault may count for: two for engines that are killed within a second."""
+    return min(2, max(1, fault.target.count("engine-")))
 
 
 def _or_never(when: float | None) -> float:

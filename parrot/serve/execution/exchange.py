@@ -66,6 +66,7 @@ class Exchange:
         if request is None:
             return Outcome(run.text, None, 0, NO_MORE_OUTPUT)
         request.drafts = drafts
+        attempt.is_sent = True
         before = run.text
         logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)
         if run.wants_stream or run.is_racing:

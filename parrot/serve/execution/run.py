@@ -8,6 +8,7 @@ Identical deterministic completions share one run. If one of them is cancelled, 
 for the others."""
 
 import asyncio
+import math
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -41,6 +42,9 @@ from parrot.serve.scheduling.task import UNBOUND, CompletionTask, EngineShare
 
 # A run fails after this number of lost engines for which the run may be the cause.
 _MAX_ENGINE_LOSSES = 3
+# Seconds between the last but one of these losses and the next attempt. Engines that die together
+# are then not counted as three losses. Larger values delay the attempt.
+_LAST_ATTEMPT_DELAY_S = 1.0
 # A run fails after this number of rejections: no KV memory, an unknown context, or no quota.
 _MAX_REJECTIONS = 5
 _MAX_ATTEMPTS = 100  # A run fails after this number of attempts, whatever the reasons.
@@ -66,6 +70,7 @@ class Attempt:
     is_longest: bool = True
     share: EngineShare = UNBOUND
     started_at: float = 0.0
+    is_sent: bool = False  # Whether the engine may have received the request.
     runner: "asyncio.Task[None] | None" = None  # None: the attempt has ended.
     tokenizer: ModelTokenizer | None = field(init=False)
     sampling: SamplingConfig = field(init=False)  # `max_gen_length` is cut to the engine's limit.
@@ -118,12 +123,13 @@ class Attempt:
     def may_have_crashed_engine(self, lease_s: float) -> bool:
         """Whether the attempt may be the reason why its engine was lost.
 
-        It is not if the engine was unreachable, or silent for half of its lease, when the attempt
-        started. All engines are in this state after ServeCore's network failed."""
+        It is not if the request was not sent yet. It is not if the engine was unreachable, or
+        silent for half of its lease, when the attempt started. All engines are in this state after
+        ServeCore's network failed."""
         engine = self.engine
         silent_s = self.started_at - engine.last_seen
         was_lost = self.started_at >= engine.unreachable_since or silent_s > lease_s / 2
-        return not (engine.lost_without_crash or was_lost)
+        return self.is_sent and not (engine.lost_without_crash or was_lost)
 
     def stop_following(self) -> None:
         self.is_unstreamed = False
@@ -159,6 +165,7 @@ class Run(CompletionTask):
     state: RunState = RunState.NEW
     attempt: Attempt | None = None
     num_lost: int = 0  # Number of lost engines for which this run may be the cause.
+    lost_at: float = -math.inf  # Time of the last of these losses.
     num_rejected: int = 0
     text: str = ""  # The output that the waiters have received so far.
     ids: list[int] = field(default_factory=list)  # The tokens of `text`.
@@ -219,10 +226,16 @@ class Run(CompletionTask):
         """The prefix key of the prompt with this output."""
         return extend_key(self.keys[-1], output_segment(text, None))
 
-    def count_lost_engine(self, *, is_suspect: bool) -> None:
+    def count_lost_engine(self, now: float, *, is_suspect: bool) -> None:
         """Record the loss of the run's engine. `is_suspect`: the run may be the cause."""
-        self.num_lost += is_suspect
+        if is_suspect:
+            self.num_lost, self.lost_at = self.num_lost + 1, now
         self.last_failure = "the engine was lost"
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the next attempt may be sent. Only the last attempt must wait."""
+        is_last = self.num_lost == _MAX_ENGINE_LOSSES - 1
+        return max(0.0, self.lost_at + _LAST_ATTEMPT_DELAY_S - now) if is_last else 0.0
 
     def save_reported_output(self, attempt: Attempt) -> None:
         """Save the reported tokens of a failed attempt, for the next attempt to continue."""

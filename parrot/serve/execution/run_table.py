@@ -202,7 +202,8 @@ class RunTable:
             run.save_reported_output(attempt)
             may_be_cause = attempt.may_have_crashed_engine(self._fleet.lease_s)
             was_stalled = self._fleet.was_stalled(attempt.started_at)
-            run.count_lost_engine(is_suspect=may_be_cause and not was_stalled)
+            is_suspect = may_be_cause and not was_stalled
+            run.count_lost_engine(self._clock.now(), is_suspect=is_suspect)
             if run.has_retries_left and not run.is_cut_off(attempt):
                 self._set_state(run, RunState.QUEUED)
             else:
@@ -374,6 +375,8 @@ class RunTable:
 
     async def _run(self, run: Run, attempt: Attempt) -> None:
         try:
+            if run.num_lost and not await self._is_alive(run, attempt):
+                return
             outcome = await self._exchange.run(run, attempt)
         except ParrotError as error:
             attempt.record_failure(error)
@@ -384,6 +387,14 @@ class RunTable:
             self._attempt_failed(run, attempt, InternalError("internal error"))
         else:
             self._attempt_done(run, attempt, outcome)
+
+    async def _is_alive(self, run: Run, attempt: Attempt) -> bool:
+        """Ping the engine before the request of a run that has lost engines. A run is not blamed
+        for engines that died before, or together with, an earlier one. False: the engine is lost,
+        and the run is queued again."""
+        if wait_s := run.wait_s(self._clock.now()):
+            await self._clock.sleep(wait_s)
+        return await self._fleet.check_reachable(attempt.engine)
 
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         """Settle all waiters with the result."""

@@ -5,7 +5,7 @@ import pytest
 from parrot.protocol.errors import EngineFailed, Unavailable
 from parrot.protocol.transport import Unreachable
 from tests.serve.execution.world import World, error_of
-from tests.support.fake_engine import Script, fake_engine
+from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 
 @pytest.mark.parametrize("is_told", [True, False])
@@ -44,11 +44,10 @@ async def test_a_call_is_not_blamed_for_an_engine_that_registers_again(
     await world.join(engine)
     completion = world.submit("Go")
     for number in range(5):
-        await world.settle()
+        await world.clock.advance(1)
         assert len(engine.requests) == (number + 1 if is_same else min(number + 1, 3))
         if not is_same:
             engine.info = engine.info.model_copy(update={"incarnation": str(number)})
-            engine.ping_error = Unavailable("the one before is gone")
         await world.join(engine)
     if is_same:
         engine.script.hang_after = None
@@ -76,12 +75,23 @@ async def test_a_call_is_not_blamed_for_engines_that_were_silent_before_it_start
     assert await completion.output.wait() == "ab"
 
 
+def crashing(name: str) -> FakeEngine:
+    """An engine whose process dies when it receives a request."""
+    engine = fake_engine(name, script=Script(hang_after=0))
+
+    def crash(_: str) -> str:
+        engine.ping_error = Unavailable("gone")
+        raise Unavailable("the connection broke")
+
+    engine.scripts = [Script(text=crash)]
+    return engine
+
+
 async def test_a_completion_that_crashes_engines_fails(world: World) -> None:
     killer = world.submit("kill")
     for i in range(3):
-        gone = Unavailable("gone")
-        await world.join(fake_engine(f"e{i}", script=Script(error=gone), ping_error=gone))
-        await world.settle()
+        await world.join(crashing(f"e{i}"))
+        await world.clock.advance(1)
     assert type(await error_of(killer)) is EngineFailed
     assert killer.stats.attempts == 3
     assert world.dispatcher.fleet.views() == []
@@ -91,13 +101,14 @@ async def test_a_completion_that_crashes_engines_fails(world: World) -> None:
 async def test_a_call_is_not_blamed_for_unreachable_engines(world: World, is_reached: bool) -> None:
     """The engines died together. With two concurrent calls, the call whose connection is not yet
     established is not blamed either."""
-    gone = Unavailable("it broke") if is_reached else Unreachable("nobody listens")
     first, second = world.submit("a"), world.submit("b")
     for i in range(3 if is_reached else 5):
-        engine = fake_engine(f"e{i}", script=Script(hang_after=0), ping_error=gone)
-        engine.scripts = [Script(error=gone)]
+        engine = crashing(f"e{i}")
+        if not is_reached:
+            engine.ping_error = Unavailable("gone")
+            engine.scripts = [Script(error=Unreachable("nobody listens"))]
         await world.join(engine)
-        await world.settle()
+        await world.clock.advance(1)
         assert world.dispatcher.fleet.views() == []
     await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
     if is_reached:
@@ -105,3 +116,42 @@ async def test_a_call_is_not_blamed_for_unreachable_engines(world: World, is_rea
         assert type(await error_of(second)) is EngineFailed
     else:
         assert [await call.output.wait() for call in (first, second)] == ["ab", "ab"]
+
+
+async def test_a_call_is_not_blamed_for_engines_that_died_together(world: World) -> None:
+    """Behind a proxy, a connection to a dead engine is accepted and then broken."""
+    names = ("one", "two", "three", "four")
+    engines = [fake_engine(n, script=Script(hang_after=0)) for n in names]
+    for engine in engines:
+        await world.join(engine)
+    completion = world.submit("Go")
+    await world.settle()
+    for engine in engines:
+        engine.ping_error = Unavailable("gone")
+        engine.script = Script(error=Unavailable("the connection broke"))
+    world.lose(0)
+    await world.clock.advance(1)
+    assert [len(engine.requests) for engine in engines] == [1, 0, 0, 0]
+    await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
+    assert await completion.output.wait() == "ab"
+
+
+async def test_the_last_attempt_waits_until_dying_engines_are_dead(world: World) -> None:
+    """Two engines die in turn below the call. The others die within a second."""
+    names = ("one", "two", "three", "four")
+    engines = [fake_engine(n, script=Script(hang_after=0)) for n in names]
+    for engine in engines:
+        await world.join(engine)
+    completion = world.submit("Go")
+    for number in (0, 1):
+        await world.settle()
+        assert len(engines[number].requests) == 1
+        world.lose(number)
+    await world.clock.advance(0.5)
+    for engine in engines:
+        engine.ping_error = Unavailable("gone")
+    await world.clock.advance(0.5)
+    assert [len(engine.requests) for engine in engines] == [1, 1, 0, 0]
+    assert world.dispatcher.fleet.views() == []
+    await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
+    assert await completion.output.wait() == "ab"

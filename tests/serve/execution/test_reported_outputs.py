@@ -82,6 +82,7 @@ async def test_an_output_continues_twice_and_after_a_broken_connection(world: Wo
     third = fake_engine("three", script=Script(text=lambda _: "def"))
     await world.join(third)
     world.lose(1)
+    await world.clock.advance(1)
     assert await completion.output.wait() == "abcdef"
     assert third.prompts == ["Goabc"]
 
@@ -99,6 +100,7 @@ async def test_a_later_stream_contains_the_reported_tokens(world: World) -> None
     third = fake_engine("three", script=Script(text=lambda _: "def"))
     await world.join(third)
     world.lose(1)
+    await world.clock.advance(1)
     assert await completion.output.wait() == "abcdef"
 
 
