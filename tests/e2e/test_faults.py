@@ -193,7 +193,7 @@ async def test_engines_find_a_restarted_servecore(one_engine: Cluster) -> None:
         one_engine.restart("core")
         await asyncio.to_thread(one_engine.wait_ready)
         async with program(client) as fresh:
-            assert fresh.session_id > session.session_id, "no program gets what was another's"
+            assert fresh.session_id != session.session_id
             with pytest.raises(NotFound):
                 await session.get(var_id)
             assert await fresh.get(await fresh.call("Hello again: {{out}}"))
