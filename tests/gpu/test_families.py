@@ -66,10 +66,11 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     """The model through `load_runner`, as an engine starts it, in float32."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family])
     config = {"model": str(folder), "device": "cuda", "dtype": "float32"}
-    instance = {"num_kv_cache_blocks": 64, "block_size": 64, "host_kv_gb": 0}
+    # The driver gives no window slots (`test_windows` does).
+    instance = {"num_kv_cache_blocks": 64, "block_size": 64, "num_window_slots": 0}
     runner = load_runner(
         BuiltinConfig.model_validate(
-            config | {"instance": instance, "scheduler": {"max_batch_size": 8}}
+            config | {"instance": instance | {"host_kv_gb": 0}, "scheduler": {"max_batch_size": 8}}
         )
     ).runner
     assert isinstance(runner, ModelRunner if family == "gemma4" else CudaRunner)
