@@ -372,6 +372,19 @@ async def test_the_playground_runs_a_graph_and_gives_its_code(visit: Visit) -> N
     await visit.wait_text(".node.done", "fact")
 
 
+async def test_a_program_of_the_playground_ends_while_another_view_is_shown(visit: Visit) -> None:
+    await visit.site.join()
+    await visit.open("playground")
+    await visit.page.click("form button.main")
+    await visit.page.click("text=Open as a run")
+    await visit.wait_text(".node.running", "animals")
+    await visit.answer("monkeys")
+    await visit.answer("the parrot")
+    await visit.wait_text(".head .pill", "finished")
+    await visit.page.click("nav >> text=Playground")  # The program can be run again.
+    await visit.wait_text(".out pre", "Run the calls")
+
+
 async def test_engines_show_what_their_servers_do_for_others(visit: Visit) -> None:
     inside = {"Authorization": f"Bearer {TOKEN}"}
     await visit.site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)

@@ -270,7 +270,7 @@ async def test_the_prompt_is_shown_as_the_model_saw_it(stage: Stage) -> None:
     assert await prompt.locator(".turn").all_inner_texts() == [
         "system\nYou are the editor of a small newsletter. Answer in plain English.",
         f"user\nHere is the issue:\n\n{scene.STORY}\n\nVerdict: Yes.",
-        f"user, on\n\nNotes of the editor: {scene.NOTES}\n\nWhy? Answer in two sentences.",
+        f"user, continued\n\nNotes of the editor: {scene.NOTES}\n\nWhy? Answer in two sentences.",
         f"output\n{scene.WHY}",
     ]
     await stage.page.locator("dd >> text=2.9 s on engine-0, 4.1 s on engine-1").wait_for()
@@ -332,6 +332,17 @@ async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> Non
     await expect(folded).to_contain_text("28 requests; the last: Refactor the retry loop")
     await folded.locator("button").click()
     await expect(page.locator("tr.sub")).to_have_count(21)  # 20 requests, and how many are left
+    cells = await page.locator("tr.sub").nth(1).locator("td").all_inner_texts()
+    assert cells[2:] == [
+        "1",
+        "26k",
+        "782",
+        "94 %",
+        "4.2 s",
+        "$0.0094",
+        "ci-bot",
+        "18:01:51",
+    ]
     await page.click("th button >> text=Calls")
     assert "sort=calls" in page.url
     await expect(rows.first).to_contain_text("nightly-eval")

@@ -138,8 +138,7 @@ function Failure({ failure: { id, message, others }, graph, onOpen }) {
     <p class="cause">
       <CallName graph={graph} id={id} onOpen={onOpen} kind="as-name failed" /> failed
       {message && <>: {message}</>}
-      {message && !message.endsWith(".") && "."}
-      {!message && "."}
+      {!/[.!?…]["'”’)]?$/.test(message) && "."}
       {others.length > 0 && (
         <>
           {" "}

@@ -61,7 +61,7 @@ function outputNote(call, now) {
     call.first_token_s ?? (call.decode_s == null ? null : call.finished_s - call.decode_s);
   const took = start == null ? 0 : (call.finished_s ?? now) - start;
   const speed =
-    took > 0.05 && !call.reused ? `, ${Math.round(call.output_tokens / took)} a second` : "";
+    took > 0.05 && !call.reused ? `, ${Math.round(call.output_tokens / took)}/s` : "";
   const end = call.finish_reason === "length" ? ", cut at the maximum" : "";
   return `${plural(call.output_tokens, "token")}${speed}${end}`;
 }

@@ -270,8 +270,8 @@ function Decisions({ decisions }) {
   return (
     <section class="card box">
       <header>
-        <h2>Why there?</h2>
-        <span class="dim">the last decisions</span>
+        <h2>Last placements</h2>
+        <span class="dim">and what the scheduler predicted</span>
       </header>
       {!folded.length && <p class="hint">No call was placed yet.</p>}
       {folded.length > 0 && (

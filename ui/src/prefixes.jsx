@@ -78,7 +78,7 @@ function sizeOf(context, children, sizes) {
 }
 
 function Prefix({ context, depth, isOpen, hasMore, toggle }) {
-  const words = context.head;
+  const words = context.head === "" ? "generated text" : context.head;
   const owner =
     context.owner === ""
       ? "another tenant's words"

@@ -155,7 +155,7 @@ function Seen({ seen, output }) {
         <Fragment key={i}>
           {isKnown && i === cut && <Cut seen={seen} />}
           <Turn
-            role={turn.isOn ? `${turn.role}, on` : turn.role}
+            role={turn.isOn ? `${turn.role}, continued` : turn.role}
             isFresh={isKnown && !turn.isCached}
           >
             <Filling pieces={turn.pieces} nothing="no value yet" />

@@ -22,15 +22,12 @@ const Nothing = ({ outputs }) => (
 );
 
 function Outputs({ run }) {
-  const feed = useFeed(`sessions/${run.session.session_id}`);
-  const [finished, setFinished] = useState(() => new Set());
-  const isOver = finished.size === run.outputs.length;
-  useEffect(() => {
-    if (isOver) post(`sessions/${run.session.session_id}/end`).catch(() => {}); // It may have expired.
-  }, [isOver]);
-  const calls = new Map(rowsOf(feed.rows, "call").map((call) => [call.output, call]));
-  const open = new Set(run.outputs.filter((name) => !finished.has(name)).slice(0, MAX_STREAMS));
   const { session_id } = run.session;
+  const feed = useFeed(`sessions/${session_id}`);
+  const [texts, setTexts] = useState({});
+  useEffect(() => readOutputs(run, setTexts), []);
+  const calls = new Map(rowsOf(feed.rows, "call").map((call) => [call.output, call]));
+  const isOver = run.outputs.every((name) => texts[name]?.isDone);
   const stop = () => post(`sessions/${session_id}/end`).catch((failure) => say(failure.message));
   return (
     <>
@@ -45,49 +42,54 @@ function Outputs({ run }) {
         )}
       </p>
       {run.outputs.map((name) => (
-        <Output
-          key={name}
-          name={name}
-          call={calls.get(name)}
-          url={open.has(name) || finished.has(name) ? streamOf(run, name) : null}
-          onDone={() => setFinished((old) => new Set([...old, name]))}
-        />
+        <Output key={name} name={name} call={calls.get(name)} {...texts[name]} />
       ))}
     </>
   );
 }
 
-function streamOf({ session: { session_id, session_auth }, variables }, name) {
-  return `../v1/semantic_var/${variables[name]}/stream?session_id=${session_id}&session_auth=${encodeURIComponent(session_auth)}`;
-}
-
-/** The text of a variable as it is generated. */
-function useStream(url, onDone) {
-  const [state, setState] = useState({ text: "", isDone: false, error: null });
-  useEffect(() => {
-    if (!url) return undefined;
+/**
+ * Read the outputs as they are generated, also while the page shows another view, and then end the run.
+ * `show` gets `{text, isDone, error}` by name.
+ */
+function readOutputs({ session: { session_id, session_auth }, variables, outputs }, show) {
+  const left = [...outputs];
+  const texts = {};
+  let number = outputs.length;
+  const next = () => {
+    if (left.length) read(left.shift());
+  };
+  const read = (name) => {
+    const source = new EventSource(
+      `../v1/semantic_var/${variables[name]}/stream?session_id=${session_id}&session_auth=${encodeURIComponent(session_auth)}`,
+    );
     let text = "";
-    const source = new EventSource(url);
-    const end = (content, error) => {
+    const set = (fields) => {
+      texts[name] = { text, ...fields };
+      show({ ...texts });
+    };
+    const end = (error) => {
       source.close();
-      setState({ text: content, isDone: true, error });
-      onDone();
+      set({ isDone: true, error });
+      next();
+      if (--number === 0) post(`sessions/${session_id}/end`).catch(() => {}); // It may have expired.
     };
     source.addEventListener("delta", (event) => {
       text += JSON.parse(event.data).text;
-      setState({ text, isDone: false, error: null });
+      set({});
     });
-    source.addEventListener("done", (event) => end(JSON.parse(event.data).content, null));
+    source.addEventListener("done", (event) => {
+      text = JSON.parse(event.data).content;
+      end();
+    });
     source.addEventListener("error", (event) =>
-      end(text, event.data ? JSON.parse(event.data).error.message : "The connection broke."),
+      end(event.data ? JSON.parse(event.data).error.message : "The connection broke."),
     );
-    return () => source.close();
-  }, [url]);
-  return state;
+  };
+  for (let i = 0; i < MAX_STREAMS; i++) next();
 }
 
-function Output({ name, call, url, onDone }) {
-  const { text, isDone, error } = useStream(url, onDone);
+function Output({ name, call, text = "", isDone, error }) {
   const { state, word } = error
     ? { state: "failed", word: "failed" }
     : isDone

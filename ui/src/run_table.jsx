@@ -1,7 +1,7 @@
 // The table of runs: one row for a run, or for all API requests of one client.
 import { memo } from "./memo.js";
-import { useState } from "preact/hooks";
-import { ago, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
+import { useMemo, useState } from "preact/hooks";
+import { WORDS, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { Glyph, Icon, Mark } from "./icons.jsx";
 import { useOpen } from "./parts.jsx";
 import { BREAKS, wallSeconds, entryOf } from "./run_list.js";
@@ -16,7 +16,11 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
   const all = groups.flatMap(([, entries]) => entries);
   const hasCosts = all.some((entry) => entry.run.cost > 0);
   const hasShapes = all.some((entry) => entry.run.shape?.length);
-  const columns = 7 + hasTenants + hasCosts + hasShapes;
+  const number = 7 + hasTenants + hasCosts + hasShapes;
+  const columns = useMemo(
+    () => ({ number, hasTenants, hasCosts, hasShapes }),
+    [hasTenants, hasCosts, hasShapes],
+  );
   let left = limit;
   const head = { sort, onSort };
   return (
@@ -49,7 +53,7 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
                 <Fragment key={title}>
                   {title && shown.length > 0 && (
                     <tr class="group">
-                      <th colspan={columns} scope="rowgroup">
+                      <th colspan={number} scope="rowgroup">
                         {title}
                       </th>
                     </tr>
@@ -59,7 +63,7 @@ export function RunTable({ groups, sort, onSort, now, hasTenants }) {
                       key={entry.id}
                       entry={entry}
                       time={seconds(wallSeconds(entry.run, now))}
-                      {...{ hasTenants, hasCosts, hasShapes, toggle, columns }}
+                      {...{ toggle, columns }}
                       isOpen={open.has(entry.id)}
                       now={open.has(entry.id) ? now : 0}
                     />
@@ -110,9 +114,6 @@ function openRow(event) {
 const Row = memo(function Row({
   entry,
   time,
-  hasTenants,
-  hasCosts,
-  hasShapes,
   toggle,
   isOpen,
   columns,
@@ -143,6 +144,9 @@ const Row = memo(function Row({
                 )}
                 <span class="tag">{entry.tag}</span>
                 {isFold && <Icon name={isOpen ? "down" : "right"} />}
+                {!["done", "failed"].includes(state) && (
+                  <span class={`st ${state}`}>{WORDS[state]}</span>
+                )}
                 {run.prefix_breaks > 0 && (
                   <span class="st queued" title={BREAKS}>
                     {plural(run.prefix_breaks, "prefix break")}
@@ -161,37 +165,17 @@ const Row = memo(function Row({
             </div>
           </div>
         </td>
-        {hasShapes && (
-          <td class="only-wide c-shape">
-            {!isFold && <Shape bars={run.shape ?? []} />}
-          </td>
-        )}
-        <td class="n c-calls">
-          {run.done === run.calls ? count(run.calls) : `${count(run.done)} of ${count(run.calls)}`}
-          <span class="only-phone"> {run.calls === 1 ? "call" : "calls"}</span>
-        </td>
-        <td class="n hide c-tokens">{count(run.prompt_tokens)}</td>
-        <td class="n hide c-tokens">{count(run.output_tokens)}</td>
-        <td class="n">
-          {share(run.cached_tokens, run.prompt_tokens)}
-          {run.prompt_tokens > 0 && <span class="only-phone"> cached</span>}
-        </td>
-        <td class="n">{time}</td>
-        {hasCosts && <td class="n hide c-cost">{dollars(run.cost)}</td>}
-        {hasTenants && <td class="hide c-tenant">{run.tenant}</td>}
-        <td class="n dim">
-          <time title={fullDate(entry.at)} datetime={new Date(entry.at * 1000).toISOString()}>
-            {clock(entry.at)}
-          </time>
-        </td>
+        <Cells entry={entry} time={time} columns={columns} />
       </tr>
       {isOpen &&
         entry.members
           .slice(0, MAX_MEMBERS)
-          .map((member) => <Member key={member.id} run={member} columns={columns} now={now} />)}
+          .map((member) => (
+            <Member key={member.id} entry={entryOf(member)} columns={columns} now={now} />
+          ))}
       {isOpen && entry.members.length > MAX_MEMBERS && (
         <tr class="sub">
-          <td colspan={columns}>
+          <td colspan={columns.number}>
             {count(entry.members.length - MAX_MEMBERS)} older requests are not listed.
           </td>
         </tr>
@@ -200,26 +184,47 @@ const Row = memo(function Row({
   );
 });
 
-function Member({ run, columns, now }) {
-  const { state, words, name } = entryOf(run);
-  const cached = share(run.cached_tokens, run.prompt_tokens);
+/** The cells of a row after its first one. */
+const Cells = ({ entry: { run, at, members }, time, columns }) => (
+  <>
+    {columns.hasShapes && (
+      <td class="only-wide c-shape">{members.length < 2 && <Shape bars={run.shape ?? []} />}</td>
+    )}
+    <td class="n c-calls">
+      {run.done === run.calls ? count(run.calls) : `${count(run.done)} of ${count(run.calls)}`}
+      <span class="only-phone"> {run.calls === 1 ? "call" : "calls"}</span>
+    </td>
+    <td class="n hide c-tokens">{count(run.prompt_tokens)}</td>
+    <td class="n hide c-tokens">{count(run.output_tokens)}</td>
+    <td class="n">
+      {share(run.cached_tokens, run.prompt_tokens)}
+      {run.prompt_tokens > 0 && <span class="only-phone"> cached</span>}
+    </td>
+    <td class="n">{time}</td>
+    {columns.hasCosts && <td class="n hide c-cost">{dollars(run.cost)}</td>}
+    {columns.hasTenants && <td class="hide c-tenant">{run.tenant}</td>}
+    <td class="n dim">
+      <time title={fullDate(at)} datetime={new Date(at * 1000).toISOString()}>
+        {clock(at)}
+      </time>
+    </td>
+  </>
+);
+
+/** One request of an unfolded row. */
+function Member({ entry, columns, now }) {
+  const { run, state, words, name } = entry;
   return (
     <tr class="sub row" onClick={openRow}>
-      <td colspan={columns - 2}>
+      <td>
         <div class="run">
           <Mark state={state} />
-          <a class="cut" href={`#/run/${run.id}`}>
+          <a class="cut" href={`#/run/${run.id}`} title={words}>
             {words || name}
           </a>
         </div>
       </td>
-      <td class="n dim">
-        {seconds(wallSeconds(run, now))}, {count(run.prompt_tokens)} in, {count(run.output_tokens)} out
-        {cached && `, ${cached} cached`}
-      </td>
-      <td class="n dim" title={fullDate(run.created_at)}>
-        {ago(run.created_at, now)}
-      </td>
+      <Cells entry={entry} time={seconds(wallSeconds(run, now))} columns={columns} />
     </tr>
   );
 }

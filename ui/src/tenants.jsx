@@ -59,8 +59,8 @@ export function Tenants({ visitor, leave }) {
       {tenants.length > 0 && <Usage tenants={tenants} />}
       {tenants.length > 0 && (
         <p class="faint note">
-          Completed calls since the server started. Engine time: the time of engines that the tokens
-          took. Cost: from <code>prices</code> in the configuration.
+          Completed calls since the server started. Engine time: how long engines worked on these
+          tokens. Costs need <code>prices</code> in the configuration.
         </p>
       )}
       {feed.isLive && !tenants.length && (

@@ -7,6 +7,7 @@ answer     parts with texts; the part in which the cached tokens end becomes two
 import asyncio
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from parrot.protocol.errors import ParrotError
@@ -22,6 +23,8 @@ from parrot.serve.prompts.segments import Segment, preceding
 
 _MAX_CHARS = 2**20  # Characters of a prompt that are shown.
 _ROLE = re.compile(r"system|developer|user|assistant|tool", re.IGNORECASE)
+# The start of a message in the markup of a chat template.
+_TURN = re.compile(r"<\|?(?:[^<>]*>)?(system|developer|user|assistant|tool)\b", re.IGNORECASE)
 _PREFIX = "prefix: "  # The start of a call's remark about its prefix.
 Row = dict[str, Any]
 
@@ -96,11 +99,10 @@ async def prompt_answer(prompt: CallPrompt, tokenizer: ModelTokenizer | None) ->
     rows = await asyncio.to_thread(_rows, prompt.is_chat, tokenizer, segments, units, cached)
     shown: list[Row] = []
     for role, piece, texts in zip(roles, pieces, rows, strict=False):
-        head = {"role": role} | ({} if piece.name is None else {"name": piece.name})
-        shown += [head | text for text in texts]
+        shown += [_named({"role": role, "name": piece.name} | text) for text in texts]
     for role, piece in list(zip(roles, pieces, strict=True))[num_known:]:
-        head = {"role": role} | ({} if piece.name is None else {"name": piece.name})
-        shown.append(head | {"text": piece.text, "cached": False})
+        unknown = {"role": role, "name": piece.name, "text": piece.text, "cached": False}
+        shown.append(_named(unknown))
     is_exact = all(isinstance(part, tuple) for part in units) and prompt.cached_tokens is not None
     return {
         "prompt": list(_cut(shown)),
@@ -109,6 +111,11 @@ async def prompt_answer(prompt: CallPrompt, tokenizer: ModelTokenizer | None) ->
         "cached_tokens": prompt.cached_tokens,
         "is_exact": is_exact,
     }
+
+
+def _named(row: Row) -> Row:
+    """The row, without a name if it is no variable."""
+    return {key: value for key, value in row.items() if key != "name" or value is not None}
 
 
 def _segments(link: Sequence[PromptPiece], *, is_chat: bool) -> Iterator[Segment | None]:
@@ -164,24 +171,63 @@ def _rows(
     units: Sequence[Units],
     num_cached: int,
 ) -> list[list[Row]]:
-    """For each segment, its text in one or two parts. Runs in a thread, because a long prompt has
+    """For each segment, the parts of its text. Runs in a thread, because a long prompt has
     many tokens to decode."""
     rows = []
     left = num_cached
-    for segment, part in zip(segments, units, strict=True):
+    added = _markup(segments, tokenizer) if is_chat else repeat(("", ""))
+    for segment, part, (before, after) in zip(segments, units, added, strict=False):
         has_markup = isinstance(part, tuple) and is_chat
         text = _decoded(part, tokenizer) if has_markup else _bos(part, tokenizer) + segment.text
         num = min(left, len(part))
         left -= num
         if num in (0, len(part)):
             is_cached = num > 0 or (not part and left > 0)
-            rows.append([{"text": text, "cached": is_cached}] if text else [])
-            continue
-        head = _decoded(part[:num], tokenizer)
-        if not text.startswith(head):
-            head = text[: round(len(text) * num / len(part))]
-        rows.append([{"text": head, "cached": True}, {"text": text[len(head) :], "cached": False}])
+            cut = len(text) if is_cached else 0
+        else:
+            head = _decoded(part[:num], tokenizer)
+            cut = len(head) if text.startswith(head) else round(len(text) * num / len(part))
+        rows.append(list(_cut_rows(text, _spans(text, before, after), cut)))
     return rows
+
+
+def _markup(
+    segments: Sequence[Segment], tokenizer: ModelTokenizer | None
+) -> Iterator[tuple[str, str]]:
+    """The chat template's markup before and after each segment."""
+    if tokenizer is None or tokenizer.chat is None or not segments:
+        yield from repeat(("", ""), len(segments))
+        return
+    num_turns = sum(segment.ends_turn for segment in segments)
+    has_system = segments[0].kind is PieceKind.SYSTEM
+    texts = iter(tokenizer.chat.markup(num_turns, has_system=has_system))
+    at_start = True
+    for segment in segments:
+        before = next(texts, "") if at_start else ""
+        yield before, next(texts, "") if segment.ends_turn else ""
+        at_start = segment.kind in (PieceKind.OUTPUT, PieceKind.SYSTEM)
+
+
+def _spans(text: str, before: str, after: str) -> Iterator[tuple[int, Row]]:
+    """The end of each part of a segment, with the fields that this part changes. Only the segment's
+    own text has the name of its variable. A system message in the markup is the template's."""
+    start = text.find(before) + len(before) if before else 0
+    turns = list(_TURN.finditer(before))
+    if len(turns) > 1 and turns[0][1].lower() == "system":
+        yield start - len(before) + turns[-1].start(), {"role": "system", "name": None}
+    yield start, {"name": None}
+    yield len(text) - (len(after) if text.endswith(after) else 0), {}
+    yield len(text), {"name": None}
+
+
+def _cut_rows(text: str, spans: Iterable[tuple[int, Row]], cut: int) -> Iterator[Row]:
+    """The parts of a text, cut where its cached part ends."""
+    start = 0
+    for end, fields in spans:
+        for stop, is_cached in ((min(end, cut), True), (end, False)):
+            if stop > start:
+                yield fields | {"text": text[start:stop], "cached": is_cached}
+                start = stop
 
 
 def _bos(part: Units, tokenizer: ModelTokenizer | None) -> str:

@@ -9,6 +9,7 @@ import pytest
 
 from parrot.serve.config import CoreConfig
 from tests.gateway.vendors.conftest import MODEL, Site, serve
+from tests.support.byte_tokenizer import CHATML
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.requests import given, made, taken
 
@@ -163,6 +164,28 @@ async def test_a_chat_shows_the_markup_that_the_model_received(is_over: bool) ->
             "<|im_start|>user\nName a bird of Chile.<|im_end|>\n<|im_start|>assistant\n"
         )
         assert {part["role"] for part in answer["prompt"]} == {"system", "user"}
+
+
+async def test_the_system_message_of_a_chat_template_is_none_of_the_user() -> None:
+    default = "<|im_start|>system\nHelp the user.<|im_end|>\n"
+    engine = fake_engine("e0", model=MODEL, chat_template=default + CHATML)
+    async with opened(engine) as site:
+        program = await Program.begin(site)
+        call = {"chat": True, "reuse": False}
+        for style in ("prose", "verse"):
+            request_id, variables = await program.call(
+                "Write in {{style}}{{out}}", given("style", style), made("out"), **call
+            )
+            await program.read(variables["out"])
+        answer = await prompt(site, program.scope["session_id"], request_id)
+        parts = [(p["role"], p.get("name"), p["text"]) for p in answer["prompt"] if not p["cached"]]
+        cached = texts(answer, cached=True)
+        assert cached.startswith(default)
+        assert answer["prompt"][0] == {"role": "system", "text": default, "cached": True}
+        assert parts[-2:] == [
+            ("user", "style", "verse"),
+            ("user", None, "<|im_end|>\n<|im_start|>assistant\n"),
+        ]
 
 
 @pytest.mark.parametrize("is_over", [False, True])
