@@ -379,6 +379,7 @@ async def test_a_program_of_the_playground_ends_while_another_view_is_shown(visi
     await visit.page.click("text=Open as a run")
     await visit.wait_text(".node.running", "animals")
     await visit.answer("monkeys")
+    await visit.wait_text(".node.running", "fact")
     await visit.answer("the parrot")
     await visit.wait_text(".head .pill", "finished")
     await visit.page.click("nav >> text=Playground")  # The program can be run again.
