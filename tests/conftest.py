@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason is not None:
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_runtest_setup() -> None:
+    """Loading a model gives torch all cores, for the rest of the process. Several processes with
+    that many threads each would mostly wait for each other, which takes CPU time."""
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads and (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(int(threads))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
