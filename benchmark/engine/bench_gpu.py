@@ -1,4 +1,4 @@
-"""Speed of the builtin engine on a GPU: random weights of well-known shapes, in bfloat16.
+"""Speed of the builtin engine on a GPU: random weights of well-known shapes.
 
     python -m benchmark.engine.bench_gpu [--models qwen3-0.6b ...] [--parts decode http ...]
 
@@ -48,6 +48,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.output import Language
 from parrot.engine.core.steps import StepPlan
+from parrot.engine.models.quantisation import group_size
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
@@ -57,6 +58,11 @@ from parrot.utils.clock import MonotonicClock
 PARTS = ("decode", "prefill", "mixed", "load256", "http")
 WARM_STEPS, STEPS = 10, 60
 LOAD_TIMEOUT_S = 240.0
+# Random codes of four bits, with a scale and a zero for each group of inputs.
+FOUR_BITS = {
+    f"int4-g{size}": {"quant_method": "awq", "bits": 4, "group_size": size} for size in (32, 128)
+}
+DTYPES = ("bfloat16", "fp8", *FOUR_BITS)
 MAX_LENGTHS = {"gemma-3-27b": 98_304}
 
 
@@ -168,15 +174,18 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
 
 def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
     model = config.model
-    quantised, e4m3 = config.instance.kv_cache_dtype == "fp8", config.dtype == "fp8"
-    shape = Shape.of(model, quantised=quantised, e4m3=e4m3)
+    quantised, is_plain = config.instance.kv_cache_dtype == "fp8", config.dtype == "bfloat16"
+    matrix_bytes = 1.0 if config.dtype == "fp8" else 2.0
+    if (group := group_size(KNOWN_SHAPES[model])) is not None:
+        matrix_bytes = 0.5 + 4 / group
+    shape = Shape.of(model, quantised=quantised, matrix_bytes=matrix_bytes)
     began = time.perf_counter()
     loaded, tokenizer = load_cuda(config)
     yield {"case": "load", "seconds": time.perf_counter() - began}
     if "decode" in parts:
         for case in DECODES[model]:
             row: Row = {"case": case.name, "floor_ms": shape.decode_floor_ms(case)}
-            row |= {"vllm_ms": None if e4m3 else vllm_ms(model, case.name)}
+            row |= {"vllm_ms": vllm_ms(model, case.name) if is_plain else None}
             row |= bench_decode(loaded, case)
             yield row | {"over_floor": row["ms"] / row["floor_ms"]}
     if "prefill" in parts:
@@ -184,7 +193,8 @@ def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
             row = {"case": f"prefill {tokens}", "chunk": chunk}
             row |= {"floor_ms": shape.prefill_floor_ms(tokens)}
             row |= bench_prefill(loaded, tokens, chunk)
-            yield row | {"vllm_ms": None if e4m3 else vllm_ms(model, f"prefill {tokens}")}
+            theirs = vllm_ms(model, f"prefill {tokens}") if is_plain else None
+            yield row | {"vllm_ms": theirs}
     if "mixed" in parts and CROWD in DECODES[model]:
         for chunk in MIXED:
             yield {"case": f"{CROWD.name} + {chunk}"} | bench_mixed(loaded, chunk)
@@ -214,14 +224,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--no-sharing", dest="shares", action="store_false")
     parser.add_argument("--kv", choices=("auto", "fp8"), default="auto")
-    parser.add_argument("--dtype", choices=("bfloat16", "fp8"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in LONG_MODELS:
         KNOWN_SHAPES[model]["max_position_embeddings"] = 16384
     for model in args.models:
-        config = config_of(model, shares=args.shares, kv=args.kv, dtype=args.dtype)
+        if args.dtype in FOUR_BITS:
+            KNOWN_SHAPES[model]["quantization_config"] = FOUR_BITS[args.dtype]
+        dtype = "auto" if args.dtype in FOUR_BITS else args.dtype
+        config = config_of(model, shares=args.shares, kv=args.kv, dtype=dtype)
         settings = {"config": config.model_dump(mode="json"), "shape": KNOWN_SHAPES[model]}
         report.uses(model, settings)
         if "http" in args.parts:

@@ -81,7 +81,7 @@ MIXED = (256, 512, 1024, 2048, 4096)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model in bfloat16, or with the matrices of its layers in e4m3."""
+    """Of a model in bfloat16, or with the matrices of its layers in another type."""
 
     weight_bytes: int
     token_bytes: int  # KV of a token in the layers without windows.
@@ -92,12 +92,13 @@ class Shape:
     matrix_rate: float  # FLOP/s of the products with weights.
 
     @classmethod
-    def of(cls, model: str, *, quantised: bool = False, e4m3: bool = False) -> "Shape":
+    def of(cls, model: str, *, quantised: bool = False, matrix_bytes: float = 2.0) -> "Shape":
+        """`matrix_bytes`: of a number of the matrices of layers; 1 for e4m3."""
         spec = spec_from_config(KNOWN_SHAPES[model], model)
         sizes = {name: math.prod(plan.shape) for name, plan in tensor_plans(spec).items()}
         embed = sizes[f"{OWN.embed}.weight"]
         head = 0 if spec.tie_embeddings else embed
-        matrices = num_matrix_weights(spec) if e4m3 else 0
+        matrices = int(num_matrix_weights(spec) * (2 - matrix_bytes))
         kv = KVLayout.of(spec, 1, torch.bfloat16, quantised=quantised, with_slots=True)
         layers = [layer.attention for layer in spec.layers]
         full, inside = (
@@ -111,7 +112,7 @@ class Shape:
             window=spec.window or 0,
             layer_weights=sum(sizes.values()) - embed - head,
             q_widths=(full, inside),
-            matrix_rate=E4M3_RATE if e4m3 else MATRIX_RATE,
+            matrix_rate=E4M3_RATE if matrix_bytes == 1.0 else MATRIX_RATE,
         )
 
     def decode_floor_ms(self, case: Decode) -> float:

@@ -10,7 +10,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
-from zlib import crc32
 
 import torch
 
@@ -25,7 +24,8 @@ from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.packed import Packed, Weights
 from parrot.engine.models.parallel import Part, Partition
-from parrot.engine.models.quantisation import block_size, four_bit_format
+from parrot.engine.models.quantisation import block_size, four_bit_format, group_size
+from parrot.engine.models.random_tensors import RandomTensors
 from parrot.engine.models.reading import usable
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
 from parrot.engine.models.shapes import KNOWN_SHAPES
@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 R = TypeVar("R", covariant=True)
 
 EMBEDDED = "embedded"
-_DUMMY_STD = 0.02  # Standard deviation of random weights.
 _CPU = torch.device("cpu")
 _DTYPES = {
     "float32": torch.float32,
@@ -165,31 +164,6 @@ def _unordered(plan: TensorPlan, part: Part) -> Part:
     return Part(part.dim, start, stop, plan.in_source(part.size, part.dim))
 
 
-class RandomTensors:
-    """Normally distributed weights; norms are identities.
-
-    Tensors are generated on their device. Equal names get equal tensors on devices of one kind."""
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int) -> None:
-        self._shapes = shapes
-        self._seed = seed
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._shapes
-
-    def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
-        shape = self._shapes[name]
-        if len(shape) == 1:
-            whole = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
-        else:
-            generator = torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))
-            whole = torch.empty(shape, device=device).normal_(0.0, _DUMMY_STD, generator=generator)
-        return whole if part is None else part.of(whole)
-
-    def packed(self, name: str, device: torch.device, part: Part | None = None) -> None:
-        """Return nothing: all tensors are plain numbers."""
-
-
 def open_checkpoint(model: str, *, dummy: bool = False, seed: int = 0) -> Checkpoint:
     """Open a model: a folder, a GGUF file, a hub id, `embedded`, or with `dummy` a known shape.
 
@@ -266,7 +240,8 @@ def _checkpoint(
         spec = _with_names_of(spec, tensors)
     plans = tensor_plans(spec)
     shapes = source_shapes(plans)
-    tensors = RandomTensors(shapes, seed) if tensors is None else tensors
+    if tensors is None:
+        tensors = RandomTensors(plans, seed, group_size(config))
     missing = sorted(name for name in shapes if name not in tensors)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

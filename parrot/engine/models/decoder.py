@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import HeadNorm
+from parrot.engine.models.four_bit_linear import WordsLinear
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.layers import (
     ACTIVATIONS,
@@ -234,8 +235,10 @@ class Decoder:
             self.dtype.itemsize,
         )
         extra = sum(x.num_bytes for x in linears if isinstance(x, FourBitLinear))
-        for matrix in (x.matrix for x in linears if isinstance(x, Fp8Linear)):
-            extra += matrix.num_bytes - matrix.codes.numel() * item_size
+        for fp8 in (x.matrix for x in linears if isinstance(x, Fp8Linear)):
+            extra += fp8.num_bytes - fp8.codes.numel() * item_size
+        for words in (x.matrix for x in linears if isinstance(x, WordsLinear)):
+            extra += words.num_bytes - words.outputs * words.inputs * item_size
         return count * item_size + extra
 
     def forward(

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from parrot.engine.attention.quantised import quantise
-from parrot.engine.models.tensors import TensorPlan, is_matrix
-from parrot.utils.config import ConfigError
 
 ALIGNMENT = 16  # The matrix products on a GPU need inputs and outputs in multiples of this.
 
@@ -98,12 +96,12 @@ def _rounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes.view(torch.float8_e4m3fn), powers.unsqueeze(1)
 
 
-def require_aligned(plans: Mapping[str, TensorPlan]) -> None:
-    """Raise `ConfigError` if the products of a GPU cannot have one of the matrices of layers."""
-    for name in filter(is_matrix, plans):
-        shape = plans[name].shape
+def unaligned(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Which of the matrices the products of a GPU cannot have; None if they can have all."""
+    for name, shape in shapes.items():
         if any(size % ALIGNMENT for size in shape):
-            raise ConfigError(
-                f"`dtype`: fp8 needs matrices with sizes in multiples of {ALIGNMENT}, and {name} "
-                f"is {list(shape)}; use auto"
+            return (
+                f"needs matrices with sizes in multiples of {ALIGNMENT}, and {name} is "
+                f"{list(shape)}"
             )
+    return None

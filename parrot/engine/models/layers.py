@@ -83,8 +83,6 @@ class FourBitLinear:
     @staticmethod
     def takes(matrix: FourBit) -> bool:
         """Whether this CPU has the kernel, and the kernel supports the matrix's shape."""
-        if matrix.codes.device.type != "cpu":
-            return False
         fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0 and matrix.group in _FOUR_BIT_GROUPS
         return fits and torch.backends.cpu.get_cpu_capability() == "AVX512"
 

@@ -5,13 +5,16 @@ from enum import Enum
 
 import torch
 
+from parrot.engine.kernels.linear.four_bit_words import BLOCK
 from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit_linear import WordsLinear, words_of
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
 from parrot.engine.models.layers import FourBitLinear, Linear
-from parrot.engine.models.quantisation import has_row_factors
+from parrot.engine.models.quantisation import group_size, has_row_factors
 from parrot.engine.models.spec import HFConfig
 
 Packed = FourBit | Fp8Matrix
+_FACTOR_BYTES = 4  # Of a scale and a zero on a GPU.
 
 
 class Weights(Enum):
@@ -21,11 +24,15 @@ class Weights(Enum):
     KEPT = "as in the checkpoint, where the device has a kernel for the format"
     E4M3 = "in e4m3; other matrices are rounded"
 
-    def in_e4m3(self, config: HFConfig, device: torch.device) -> bool:
-        """Whether a model's matrices are in e4m3 on a device."""
-        if self is Weights.KEPT:
-            return device.type == "cuda" and has_row_factors(config)
-        return self is Weights.E4M3
+    def matrix_bytes(self, config: HFConfig, device: torch.device) -> float | None:
+        """Bytes of a number of a model's matrices on a device; None for those of its type."""
+        if self is Weights.E4M3:
+            return 1.0
+        if self is Weights.PLAIN or device.type != "cuda":
+            return None
+        if (group := group_size(config)) is not None:
+            return 0.5 + _FACTOR_BYTES / min(group, BLOCK)
+        return 1.0 if has_row_factors(config) else None
 
 
 def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
@@ -35,4 +42,9 @@ def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear 
     if fp8 and not four_bit:
         return Fp8Linear(Fp8Matrix.joined(fp8), bias)
     whole = FourBit.joined(four_bit) if four_bit and not fp8 else None
-    return FourBitLinear(whole, bias) if whole is not None and FourBitLinear.takes(whole) else None
+    if whole is None:
+        return None
+    if whole.codes.device.type == "cuda":
+        words = words_of(whole)
+        return None if words is None else WordsLinear(words, bias)
+    return FourBitLinear(whole, bias) if FourBitLinear.takes(whole) else None

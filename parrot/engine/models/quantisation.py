@@ -14,6 +14,9 @@ _READABLE = (
 )
 
 
+_DEFAULT_GROUP = 128
+
+
 class FourBitFormat(Enum):
     """The formats of matrices of four bits in safetensors."""
 
@@ -71,6 +74,16 @@ def four_bit_format(config: HFConfig) -> FourBitFormat | None:
     version = found.get("checkpoint_format") or found.get("format") or "gptq"
     _require(kind, {"checkpoint_format": version}, {"checkpoint_format": ("gptq", "gptq_v2")})
     return FourBitFormat(version)
+
+
+def group_size(config: HFConfig) -> int | None:
+    """Inputs with one scale, as a checkpoint with four bits names them; None for other formats."""
+    if four_bit_format(config) is None:
+        return None
+    found = config["quantization_config"]
+    schemes = [x.get("weights") or {} for x in (found.get("config_groups") or {}).values()]
+    sizes = [x.get("group_size") for x in (found, *schemes)]
+    return next((x for x in sizes if isinstance(x, int) and x > 0), _DEFAULT_GROUP)
 
 
 def _kind(config: HFConfig) -> Any:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from parrot.engine.models.four_bit_linear import WordsLinear
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.fused_weights import LayerWeight, Weight
 from parrot.engine.models.layers import Linear, PlainLinear
@@ -16,6 +17,10 @@ def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
         from parrot.engine.models.fp8_weights import Fp8Weight  # Only models in e4m3.
 
         return Fp8Weight.of(linear.matrix, linear.bias)
+    if isinstance(linear, WordsLinear):
+        from parrot.engine.models.four_bit_weights import FourBitWeight  # Only models with them.
+
+        return FourBitWeight.of(linear.matrix, linear.bias)
     return plain_weight(linear)
 
 

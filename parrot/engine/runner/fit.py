@@ -23,11 +23,12 @@ def require_fit(
     instance: BuiltinInstance,
     device: torch.device,
     *,
-    in_e4m3: bool = False,
+    matrix_bytes: float | None = None,
 ) -> None:
     """Raise `ConfigError` if the weights and the KV of a rank exceed the free memory.
 
-    `spec` and `sizes` are those of one rank. `in_e4m3`: the matrices of layers are."""
+    `spec` and `sizes` are those of one rank. `matrix_bytes`: bytes of a number of
+    the matrices of layers, if they are quantised."""
     layout = sizes.layout
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -38,9 +39,9 @@ def require_fit(
         where = f"{free / _GIB:.1f} GiB of CPU memory are free"
     weights = num_weights(spec) * layout.dtype.itemsize
     takes = f"its weights take {weights / _GIB:.1f} GiB as {layout.dtype}"
-    if in_e4m3:
-        weights -= num_matrix_weights(spec) * (layout.dtype.itemsize - 1)
-        takes = f"its weights take {weights / _GIB:.1f} GiB with e4m3 in the layers"
+    if matrix_bytes is not None:
+        weights -= int(num_matrix_weights(spec) * (layout.dtype.itemsize - matrix_bytes))
+        takes = f"its weights take {weights / _GIB:.1f} GiB with quantised matrices"
     if weights > free:
         raise ConfigError(
             f"{source} does not fit: {takes}, and {where}; use a smaller model, or divide it with "

@@ -22,8 +22,6 @@ from parrot.engine.models.checkpoint import (
     resolve_dtype,
 )
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.fp8 import require_aligned
-from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
@@ -33,6 +31,7 @@ from parrot.engine.runner.kv_cache import MIB, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.sizes import KvMemory, KvSizes
+from parrot.engine.runner.weights import E4M3, choose_weights
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ _BLOCK_SIZE = 16  # Default tokens per block without Triton.
 _KERNEL_BLOCK_SIZE = 64  # Default tokens per block with Triton. Wide tiles need a multiple of 64.
 _MIN_HEAD_DIM = 16  # Smallest head size of the Triton kernels, in numbers (or pairs of e4m3 codes).
 _MAX_HEAD_DIM = 256  # Largest head size whose tiles fit in shared memory.
-_E4M3 = (8, 9)  # Lowest CUDA compute capability with e4m3 conversions.
 
 
 def load_runner(config: BuiltinConfig) -> "LoadedModel[ModelRunner | CudaRunner]":
@@ -87,9 +85,9 @@ def load_rank(
     dtype = resolve_dtype(config.dtype, device)
     memory = KvMemory(spec, config, block_size, dtype)
     sizes = memory.with_blocks(instance.num_kv_cache_blocks or 1)
-    weights = _weights(config, checkpoint, device, dtype)
-    in_e4m3 = weights.in_e4m3(checkpoint.config, device)
-    require_fit(checkpoint.source, spec, sizes, instance, device, in_e4m3=in_e4m3)
+    weights = choose_weights(config, checkpoint, shard, device, dtype)
+    matrix_bytes = weights.matrix_bytes(checkpoint.config, device)
+    require_fit(checkpoint.source, spec, sizes, instance, device, matrix_bytes=matrix_bytes)
     model = load_decoder(checkpoint, dtype, device, weights=weights, shard=shard)
     unit = None
     if member is not None:
@@ -211,35 +209,13 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
         reasons.append("the kernels need heads of one shape in all layers")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
-    if quantised and torch.cuda.get_device_capability(device) < _E4M3:
+    if quantised and torch.cuda.get_device_capability(device) < E4M3:
         reasons.append("`instance.kv_cache_dtype` fp8 needs compute capability 8.9 or later")
     if reasons and instance.attn_func == "triton":
         raise ConfigError(f"`instance.attn_func`: triton cannot be used: {'; '.join(reasons)}")
     if reasons:
         logger.warning("attention runs without Triton, slowly: %s", "; ".join(reasons))
     return not reasons
-
-
-def _weights(
-    config: BuiltinConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-) -> Weights:
-    """How the matrices of layers are kept.
-
-    Raises `ConfigError` for `dtype: fp8` on a device or with sizes that its kernels do not have."""
-    has_e4m3 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _E4M3
-    if config.dtype == "fp8":
-        if not has_e4m3 or find_spec("triton") is None:
-            raise ConfigError(
-                "`dtype`: fp8 needs Triton and a CUDA device of compute capability 8.9 or later; "
-                "use auto"
-            )
-        require_aligned(checkpoint.plans)
-        return Weights.E4M3
-    if config.dtype != "auto":
-        return Weights.PLAIN
-    # 4-bit weights of GGUF files are multiplied on CPUs, in bfloat16.
-    is_kept = has_e4m3 if device.type == "cuda" else dtype is torch.bfloat16
-    return Weights.KEPT if is_kept else Weights.PLAIN
 
 
 def _is_power_of_two(number: int) -> bool:

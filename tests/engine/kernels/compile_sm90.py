@@ -324,6 +324,69 @@ def with_codes(
     return pointers | types | {"weight_ptr": "*fp8e4nv"}, constants
 
 
+def four_bit_variant(
+    *,
+    rows: int = 16,
+    outputs: int = 128,
+    unroll: int = 2,
+    stages: int = 4,
+    group: int = 128,
+    silu: bool = False,
+    add: bool = False,
+    warps: int = 4,
+) -> dict[str, Any]:
+    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_linear_kernel
+
+    pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "out_ptr": "*bf16"}
+    constants: dict[str, Any] = {"bias_ptr": None, "squares_ptr": None, "BIAS": False, "PARTS": 0}
+    added = {"residual_ptr": "*bf16", "gain_ptr": "*bf16", "squares_out_ptr": "*fp32"}
+    if add:
+        pointers |= added
+    else:
+        constants |= dict.fromkeys(added)
+    constants |= {"N": 14336, "K": 4096, "GROUP": group, "BM": rows, "BN": outputs, "HALF": True}
+    constants |= {"UNROLL": unroll, "STAGES": stages, "AHEAD": 16, "BLOCKS": 32, "ASSEMBLY": True}
+    return compile_kernel(
+        four_bit_linear_kernel,
+        {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
+        {**constants, "SILU": silu, "ADD": add, "DEPENDENT": True},
+        divisible=(*pointers, "stride_x"),
+        num_warps=warps,
+    )
+
+
+def four_bit_qkv_variant(*, rows: int = 16, outputs: int = 64, warps: int = 4) -> dict[str, Any]:
+    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_qkv_kernel
+
+    pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "q_ptr": "*bf16"}
+    pointers |= dict.fromkeys(("positions", "table_rows", "tables"), "*i32")
+    pointers |= {"cos_sin": "*fp32", "k_cache": "*bf16", "v_cache": "*bf16", "squares_ptr": "*fp32"}
+    numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
+    constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "PARTS": 64, "K": 4096}
+    constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
+    constants |= {"UNROLL": 2, "STAGES": 4, "AHEAD": 16, "BLOCKS": 32, "HALF": True}
+    return compile_kernel(
+        four_bit_qkv_kernel,
+        {**pointers, **numbers, "eps": "fp32"},
+        {**constants, "ASSEMBLY": True, "DEPENDENT": True},
+        divisible=(*pointers, "stride_x", "stride_page"),
+        num_warps=warps,
+    )
+
+
+def four_bit_numbers_variant() -> dict[str, Any]:
+    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_numbers_kernel
+
+    pointers = {"words_ptr": "*i16", "factors_ptr": "*i32", "out_ptr": "*bf16"}
+    return compile_kernel(
+        four_bit_numbers_kernel,
+        pointers,
+        {"N": 28672, "K": 4096, "GROUP": 128, "BN": 64, "HALF": True},
+        divisible=tuple(pointers),
+        num_warps=4,
+    )
+
+
 def sum_few_variant(*, kind: str = "bf16", splits: int = 2, warps: int = 8) -> dict[str, Any]:
     from parrot.engine.kernels.ranks.kernels import sum_few_and_norm_kernel
 
@@ -550,6 +613,9 @@ VARIANTS = {
     "sum": sum_variant,
     "exchange": exchange_variant,
     "qkv": qkv_variant,
+    "four bits": four_bit_variant,
+    "four bits qkv": four_bit_qkv_variant,
+    "four bits numbers": four_bit_numbers_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

@@ -93,6 +93,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one row in e4m3": {"kernel": "row", "outputs": 8, **E4M3},
     "one row in e4m3 with silu": {"kernel": "row", "silu": True, **E4M3},
     "one row in e4m3 of many inputs": {"kernel": "row", "size": 14336, "outputs": 2, **E4M3},
+    "four bits": {"kernel": "four bits"},
+    "four bits of 64 rows": {"kernel": "four bits", "rows": 64, "stages": 3, "warps": 8},
+    "four bits with silu": {"kernel": "four bits", "silu": True},
+    "four bits and residual": {"kernel": "four bits", "outputs": 64, "add": True},
+    "four bits in groups of 32": {"kernel": "four bits", "group": 32, "unroll": 1},
+    "four bits, qkv": {"kernel": "four bits qkv"},
+    "four bits, numbers": {"kernel": "four bits numbers"},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},
     "two rows": {"kernel": "row", "size": 1024, "outputs": 16, "rows": 2, "warps": 4},
     "two rows with silu": {

@@ -6,7 +6,7 @@ import itertools
 import random
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -37,8 +37,10 @@ from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.layers import PlainLinear
-from parrot.engine.models.packed import Weights
+from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit_linear import WordsLinear, words_of
+from parrot.engine.models.layers import Linear, PlainLinear
+from parrot.engine.models.packed import Packed, Weights, packed_linear
 from parrot.engine.runner import step_computer as token_choice
 from parrot.engine.runner import step_computer as warm_up
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
@@ -50,6 +52,7 @@ from parrot.protocol.sampling import Logprobs, ResolvedSampling
 from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
@@ -92,19 +95,39 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 MakeRunners = Callable[..., tuple[ModelRunner, CudaRunner]]
 
 
+WEIGHTS = {"": Weights.PLAIN, "e4m3": Weights.E4M3, "four bits": Weights.KEPT}
+
+
+def packed_as_on_a_gpu(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
+    four_bit = [part for part in parts if isinstance(part, FourBit)]
+    whole = FourBit.joined(four_bit) if four_bit else None
+    if whole is None:
+        return packed_linear(parts, bias)
+    words = words_of(whole)
+    assert words is not None
+    return WordsLinear(words, bias)
+
+
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decoder]:
     folder = tmp_path_factory.mktemp("models")
 
     @functools.cache
     def load(family: str) -> Decoder:
-        name = family.removesuffix(" in e4m3")
-        path = make_tiny_model(folder / family, name, overrides=OVERRIDES[name])
+        name, _, kind = family.partition(" in ")
+        overrides = OVERRIDES[name]
+        if kind == "four bits":
+            overrides = overrides | {"hidden_size": 64, "intermediate_size": 96}  # Whole groups.
+        path = make_tiny_model(folder / family, name, overrides=overrides)
+        if kind == "four bits":
+            quantise_folder(path, folder / kind / name, "awq", 32)
+            path = folder / kind / name
         checkpoint = open_checkpoint(str(path))
         cpu = torch.device("cpu")
-        weights = Weights.PLAIN if name == family else Weights.E4M3
+        weights = WEIGHTS[kind]
         with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
             patch.setattr(decoder, "make_linear", PlainLinear)
+            patch.setattr(decoder, "packed_linear", packed_as_on_a_gpu)
             return load_decoder(checkpoint, torch.float32, cpu, weights=weights)
 
     return load
@@ -154,6 +177,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
         # Each kind of attention. The other families differ outside of the KV.
         *itertools.product(("llama", "mistral", "gemma2", "gemma3", "qwen3"), (True,)),
         *((f"{family} in e4m3", False) for family in ("llama", "gemma3")),
+        *((f"{family} in four bits", False) for family in ("llama", "gemma3")),
     ],
 )
 def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:

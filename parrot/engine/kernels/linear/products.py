@@ -75,7 +75,7 @@ def few_rows_gated(
 
 def measured_rows(x: Rows, weight: torch.Tensor, num_out: int, *, silu: bool = False) -> Rows:
     """x with its maxima, if the product with a weight in e4m3 reads them."""
-    rows, *_ = _parts(x)
+    rows, *_ = parts_of(x)
     if Product(len(rows), num_out, rows.shape[1], weight.dtype, silu).is_row:
         return x
     assert not isinstance(x, UndividedRows), "the division changes which numbers are rounded up"
@@ -123,7 +123,7 @@ def few_rows_qkv(
     """`few_rows_linear` and `rope_and_store` in one kernel, for heads that `can_rotate`.
 
     Returns q [rows, heads, dim]. Rows with a negative `table_rows` are not written."""
-    rows, squares, eps, maxima = _parts(x)
+    rows, squares, eps, maxima = parts_of(x)
     num_rows, size = rows.shape
     product = _qkv_product(rows, weight, shape)
     assert weight.shape == (product.outputs, size), (weight.shape, shape)
@@ -171,7 +171,7 @@ def few_rows_qkv(
     return q
 
 
-def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
+def parts_of(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
     """Rows, their squares, the norm's eps, and their maxima."""
     if isinstance(x, UndividedRows):
         return x.rows, x.squares, x.eps, None
@@ -180,7 +180,7 @@ def _parts(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Ten
 
 def can_rotate(shape: AttentionShape, x: Rows, weight: torch.Tensor) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
-    rows, *_ = _parts(x)
+    rows, *_ = parts_of(x)
     if len(rows) > FEW_ROWS:
         return False
     return shape.head_dim % _qkv_product(rows, weight, shape).tile()["BN"] == 0
@@ -211,7 +211,7 @@ def _launch(
     x: Rows, weight: _Weight, out: torch.Tensor, *, silu: bool = False, added: _Added | None = None
 ) -> torch.Tensor | None:
     """Returns the maxima of out, if the next product in e4m3 reads them."""
-    rows, squares, eps, maxima = _parts(x)
+    rows, squares, eps, maxima = parts_of(x)
     numbers, bias, scales = weight.numbers, weight.bias, weight.scales
     (num_rows, num_out), size = out.shape[-2:], rows.shape[1]
     splits = out.numel() // (num_rows * num_out)

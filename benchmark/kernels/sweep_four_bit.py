@@ -1,0 +1,148 @@
+"""Tiles for the products with weights of four bits: each candidate, for each product of a layer.
+
+    python -m benchmark.kernels.sweep_four_bit [--models Llama-3.1-8B ...] [--rows 8 64]
+        [--group 128] [--ahead 0 16]
+
+Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
+is rows of weights, blocks of a step, stages, warps, and blocks that are requested ahead. Floors:
+the weights once, at the copy rate of an H200."""
+
+import argparse
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from unittest.mock import patch
+
+import torch
+
+from benchmark.kernels import MEMORY_RATE
+from benchmark.kernels.attention_cases import normal
+from benchmark.kernels.sweep_products import (
+    ALL,
+    L2_BYTES,
+    LAUNCHES,
+    SHARED_BYTES,
+    Product,
+    products,
+)
+from benchmark.kernels.timing import time_graph
+from benchmark.results import Report, run
+from parrot.engine.kernels.linear.four_bit import four_bit_linear
+from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
+from parrot.engine.kernels.linear.four_bit_words import FourBitWords
+
+Tile = tuple[int, int, int, int, int]
+SIZES: Sequence[tuple[int, int, int, int]] = [
+    *((32, 1, 6, 2), (32, 2, 4, 2), (32, 4, 3, 2), (64, 1, 6, 4), (64, 1, 8, 4), (64, 2, 4, 4)),
+    *((64, 2, 6, 4), (64, 4, 3, 4), (128, 1, 4, 4), (128, 1, 6, 4), (128, 2, 3, 4), (128, 2, 4, 4)),
+    *((128, 2, 4, 8), (128, 4, 3, 8), (256, 1, 4, 8), (256, 2, 3, 8)),
+]
+MAX_MEMBERS = 64
+
+
+@dataclass(frozen=True)
+class Candidate:
+    product: Product
+    rows: int
+    group: int
+    tile: Tile
+    splits: int
+
+    @property
+    def fits(self) -> bool:
+        outputs, unroll, stages, warps, _ = self.tile
+        members = min(max(16, self.rows), MAX_MEMBERS)
+        step = outputs * (64 + 2 * 4 * (128 // self.group)) + members * 256
+        is_even = self.num_blocks % (self.splits * unroll) == 0
+        is_small = outputs * members // (32 * warps) <= 128  # sums in registers
+        return is_even and is_small and step * unroll * stages <= SHARED_BYTES
+
+    @property
+    def num_blocks(self) -> int:
+        return self.product.inputs // 128
+
+    def weight(self) -> FourBitWords:
+        outputs, inputs = self.product.weight_shape
+        words = torch.randint(-(2**15), 2**15, (outputs, inputs // 4), device="cuda")
+        scales = (torch.rand(inputs // self.group, outputs, device="cuda") + 0.5).half()
+        factors = scales.view(torch.int16).to(torch.int32)
+        zero = torch.tensor(-136.0, device="cuda").view(torch.int32)
+        return FourBitWords(words.to(torch.int16), factors | zero, inputs, True)
+
+    def x(self) -> torch.Tensor:
+        return normal(self.rows, self.product.inputs)
+
+    def out(self) -> torch.Tensor:
+        shape = self.splits, self.rows, self.product.outputs
+        dtype = torch.float32 if self.splits > 1 else torch.bfloat16
+        return torch.empty(shape, device="cuda", dtype=dtype).squeeze(0)
+
+    def run(self, x: torch.Tensor, weights: Sequence[FourBitWords], out: torch.Tensor) -> None:
+        outputs, unroll, stages, warps, ahead = self.tile
+        members = min(max(16, self.rows), MAX_MEMBERS)
+        tile = {"BM": members, "BN": outputs, "UNROLL": unroll, "STAGES": stages, "AHEAD": ahead}
+        tile["num_warps"] = warps
+        with patch.object(FourBitProduct, "tile", lambda _: dict(tile)):
+            for weight in weights:
+                four_bit_linear(x, weight, out, silu=self.product.silu)
+
+
+def candidates(product: Product, rows: int, group: int, ahead: Sequence[int]) -> list[Candidate]:
+    splits = (1, 2, 4) if product.is_summed else (1,)
+    found = [
+        Candidate(product, rows, group, (*sizes, blocks), count)
+        for sizes in SIZES
+        for blocks in ahead
+        for count in splits
+    ]
+    return [candidate for candidate in found if candidate.fits]
+
+
+def compile_all(part: Sequence[Candidate]) -> None:
+    for candidate in part:
+        candidate.run(candidate.x(), [candidate.weight()], candidate.out())
+    torch.cuda.synchronize()
+
+
+def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
+    """Candidates of one product and number of rows."""
+    first = found[0]
+    product, rows = first.product, first.rows
+    num_bytes = first.weight().num_bytes
+    weights = [first.weight() for _ in range(max(4, L2_BYTES // num_bytes))]
+    weights = (weights * LAUNCHES)[:LAUNCHES]
+    x = first.x()
+    row = {"product": product.name, "rows": rows, "floor_us": num_bytes / MEMORY_RATE * 1e6}
+    for candidate in found:
+        call = partial(candidate.run, x, weights, candidate.out())
+        us = time_graph(call, replays=5, per_run=LAUNCHES)
+        yield row | {"tile": list(candidate.tile), "splits": candidate.splits, "us": us}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=ALL, default=["Llama-3.1-8B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[8, 64])
+    parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--ahead", nargs="+", type=int, default=[0, 16])
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    wanted = [
+        (model, candidates(product, rows, args.group, args.ahead))
+        for model in args.models
+        for product in products(ALL[model], 1)
+        for rows in args.rows
+    ]
+    everything = [candidate for _, found in wanted for candidate in found]
+    count = min(len(everything), os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.map(compile_all, [everything[i::count] for i in range(count)])
+    for model, found in wanted:
+        for row in bench(found):
+            report.add("rows", {"model": model} | row)
+
+
+if __name__ == "__main__":
+    run(__name__)

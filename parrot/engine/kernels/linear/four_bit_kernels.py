@@ -1,0 +1,344 @@
+"""Products with weights of four bits on the tensor core. `four_bit` launches them.
+
+Weights are int16 words [outputs, inputs / 4], in blocks of 128 inputs with 32 words. Word j of a
+block has inputs j, j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input)
+is (code - zero) * scale. A group of 32, 64 or 128 inputs has one scale and one zero. They are in
+int32 `factors` [groups, outputs]: the scale in the lower half as float16 or bfloat16, and -128 -
+zero in the upper half as bfloat16. One load of 4 bytes is fetched ahead, as the words are.
+
+A product multiplies whole numbers of up to 5 bits, which are exact in bfloat16, and then the sum
+of a group by its scale."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from parrot.engine.kernels.linear.parts import (
+    add_to_residual,
+    gated,
+    head_and_outputs,
+    places,
+    rotate_and_store,
+)
+
+# Two words become two numbers in bfloat16. 128 + code has the code in its last bits, and 128 + 16
+# code four bits before them.
+_ASSEMBLY = """
+    {{
+    .reg .b32 codes, factor;
+    shr.b32 codes, $1, {shift};
+    lop3.b32 codes, codes, {mask}, 0x43004300, 0xEA;
+    mov.b32 factor, {factor};
+    fma.rn.bf16x2 $0, codes, factor, $2;
+    }}
+"""
+_LOW = {"mask": "0x000F000F", "factor": "0x3F803F80"}
+_HIGH = {"mask": "0x00F000F0", "factor": "0x3D803D80"}
+_PARTS = tuple(
+    tl.constexpr(_ASSEMBLY.format(shift=shift, **half))
+    for shift in (0, 8)
+    for half in (_LOW, _HIGH)
+)
+_PART_0, _PART_1, _PART_2, _PART_3 = _PARTS
+
+
+@triton.jit
+def _assembled(words, zero, SOURCE: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        SOURCE, "=r,r,r", [words, zero.to(tl.bfloat16)], tl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def _part(words, factor, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The codes of 32 inputs [BN, 32] minus the zeros of factors [BN]."""
+    # For a high half of a byte, -8 - zero.
+    zero = (factor & -65536).to(tl.float32, bitcast=True)[:, None] + 120.0 * (P % 2)
+    if ASSEMBLY:
+        if P == 0:
+            numbers = _assembled(words, zero, _PART_0)
+        elif P == 1:
+            numbers = _assembled(words, zero, _PART_1)
+        elif P == 2:
+            numbers = _assembled(words, zero, _PART_2)
+        else:
+            numbers = _assembled(words, zero, _PART_3)
+    else:
+        codes = ((words >> (4 * P)) & 15).to(tl.float32)
+        numbers = (codes + (zero + (128.0 - 120.0 * (P % 2)))).to(KIND)
+    return numbers
+
+
+@triton.jit
+def _scale_of(factor, HALF: tl.constexpr):
+    """The scales of factors, float32. HALF: they are float16."""
+    if HALF:
+        scale = factor.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale = (factor << 16).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def _load_words(at, inside, WHOLE: tl.constexpr):
+    """Words of weights, which are read once. Their cache lines are evicted first."""
+    if WHOLE:
+        words = tl.load(at, eviction_policy="evict_first")
+    else:
+        words = tl.load(at, mask=inside[:, None], other=0, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
+def _load_factors(at, inside, WHOLE: tl.constexpr):
+    return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
+
+
+@triton.jit
+def _prefetch(words_ptr, row, first_block, K: tl.constexpr, BLOCKS: tl.constexpr):
+    """Request BLOCKS blocks of each row of weights from memory to the L2 cache.
+
+    Weights do not depend on the previous kernel, so this runs while it does."""
+    at = words_ptr + row.to(tl.int64) * ((K + 127) // 128 * 32) + first_block * 32
+    size = tl.full(row.shape, BLOCKS * 64, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, size], tl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _products(
+    words_ptr,
+    factors_ptr,
+    row,
+    x_row_at,
+    inside,
+    live,
+    first_block,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """BN rows of ROWS rows of weights times BM rows of x, over BLOCKS blocks. float32 [BN, BM]."""
+    result = tl.zeros([BN, BM], dtype=tl.float32)
+    word = tl.arange(0, 32)
+    row_words: tl.constexpr = (K + 127) // 128 * 32
+    words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
+    kind = x_row_at.dtype.element_ty
+    for index in tl.range(0, BLOCKS, UNROLL, num_stages=STAGES):
+        for step in tl.static_range(UNROLL):
+            block = first_block + index + step
+            words = _load_words(words_at + block * 32, inside, WHOLE)
+            for part in tl.static_range(4):
+                if part * 32 % GROUP == 0:
+                    group = block * (128 // GROUP) + part * 32 // GROUP
+                    factor = _load_factors(factors_ptr + group * ROWS + row, inside, WHOLE)
+                    sums = tl.zeros([BN, BM], dtype=tl.float32)
+                column = block * 128 + part * 32 + word
+                is_input = live[:, None]
+                if K % 128 != 0:
+                    is_input = is_input & (column < K)[None, :]
+                x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
+                codes = _part(words, factor, part, kind, ASSEMBLY)
+                sums = tl.dot(codes, x, sums, input_precision="ieee")
+                if (part + 1) * 32 % GROUP == 0:
+                    result += sums * _scale_of(factor, HALF)[:, None]
+    return result
+
+
+@triton.jit
+def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
+    is_part = live[:, None] & (part < PARTS)
+    return tl.load(squares_ptr + member[:, None] * PARTS + part, mask=is_part, other=0.0)
+
+
+@triton.jit
+def four_bit_linear_kernel(
+    x_ptr,
+    words_ptr,
+    factors_ptr,
+    bias_ptr,
+    out_ptr,
+    squares_ptr,
+    residual_ptr,
+    gain_ptr,
+    squares_out_ptr,
+    eps,
+    num_rows,
+    stride_x,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SILU: tl.constexpr,
+    ADD: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (block of BN outputs, split of BLOCKS blocks, block of BM rows): out = x weight^T
+    (+ bias). Each split has its own out.
+
+    PARTS, SILU, ADD and DEPENDENT are those of `few_rows_linear_kernel`."""
+    program = tl.program_id(0)
+    OUTPUTS: tl.constexpr = BN // 2 if SILU else BN
+    output = program * OUTPUTS + tl.arange(0, OUTPUTS)
+    index = tl.arange(0, BN)
+    is_row = program * OUTPUTS + index % OUTPUTS < N
+    row = program * OUTPUTS + index % OUTPUTS + index // OUTPUTS * N
+    member = tl.program_id(2) * BM + tl.arange(0, BM)
+    inside = output < N
+    live = member < num_rows
+    both = inside[:, None] & live[None, :]
+    place = member.to(tl.int64)[None, :] * N + output[:, None]
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    first_block = tl.program_id(1) * BLOCKS
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            _prefetch(words_ptr, row, first_block, K, min(AHEAD, BLOCKS))
+        gdc_wait()
+    if PARTS > 0:
+        squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
+    if ADD:
+        before = tl.load(residual_ptr + place, mask=both, other=0.0)
+        gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
+    result = _products(
+        words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
+        2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0, HALF,
+        ASSEMBLY,
+    )  # fmt: skip
+    if PARTS > 0:
+        result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+    if BIAS:
+        result += tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    kind = out_ptr.dtype.element_ty
+    if SILU:
+        halves = tl.reshape(result, [2, OUTPUTS, BM])
+        gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+        result = gated(gate, up, kind)
+    if ADD:
+        result, parts = add_to_residual(result, before, residual_ptr + place, both, kind)
+        part_squares = tl.sum(parts, 0)
+        tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
+        result *= gain.to(tl.float32)[:, None]
+    out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
+    tl.store(out_ptr + place, result.to(kind), mask=both)
+
+
+@triton.jit
+def four_bit_qkv_kernel(
+    x_ptr,
+    words_ptr,
+    factors_ptr,
+    bias_ptr,
+    squares_ptr,
+    q_ptr,
+    positions,
+    table_rows,
+    tables,
+    cos_sin,
+    k_cache,
+    v_cache,
+    eps,
+    num_rows,
+    stride_x,
+    stride_page,
+    stride_table,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    UNROLL: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HALF: tl.constexpr,
+    BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (head, BN of its D outputs): the product, then `rope_and_store_kernel`.
+
+    See `few_rows_qkv_kernel`."""
+    head, dim, row = head_and_outputs(D, BN)
+    member = tl.arange(0, BM)
+    inside = row >= 0
+    live = member < num_rows
+    placed, place, cos, sin = places(
+        member, live, dim, positions, table_rows, tables, cos_sin, stride_page, stride_table,
+        D, PAGE,
+    )  # fmt: skip
+    x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
+    if DEPENDENT:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            _prefetch(words_ptr, row, 0, K, min(AHEAD, BLOCKS))
+        gdc_wait()
+    if PARTS > 0:
+        squares = _load_squares(squares_ptr, member, live, PARTS)
+    result = _products(
+        words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
+        (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, True, HALF, ASSEMBLY,
+    )  # fmt: skip
+    if PARTS > 0:
+        result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
+    if BIAS:
+        result += tl.load(bias_ptr + row).to(tl.float32)[:, None]
+    rotate_and_store(
+        result, q_ptr, k_cache, v_cache, head, dim, member, placed, place, cos, sin,
+        H, HKV, D, PAGE,
+    )  # fmt: skip
+
+
+@triton.jit
+def four_bit_numbers_kernel(
+    words_ptr,
+    factors_ptr,
+    out_ptr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BN: tl.constexpr,
+    HALF: tl.constexpr,
+):
+    """Program (block, BN outputs): the numbers, rounded to the type of out [N, K]."""
+    block = tl.program_id(0)
+    row = tl.program_id(1) * BN + tl.arange(0, BN)
+    inside = row < N
+    word = tl.arange(0, 32)
+    row_words: tl.constexpr = (K + 127) // 128 * 32
+    words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
+    words = tl.load(words_at + block * 32, mask=inside[:, None], other=0)
+    for part in tl.static_range(4):
+        group = block * (128 // GROUP) + part * 32 // GROUP
+        factor = tl.load(factors_ptr + group * N + row, mask=inside, other=0)
+        numbers = _part(words, factor, part, tl.float32, False)
+        numbers *= _scale_of(factor, HALF)[:, None]
+        column = block * 128 + part * 32 + word
+        out_at = out_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
+        is_input = inside[:, None] & (column < K)[None, :]
+        tl.store(out_at, numbers.to(out_ptr.dtype.element_ty), mask=is_input)

@@ -1,0 +1,67 @@
+"""Chooses the format of a model's matrices on a device."""
+
+import logging
+from importlib.util import find_spec
+
+import torch
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.models.checkpoint import Checkpoint
+from parrot.engine.models.fp8 import unaligned
+from parrot.engine.models.packed import Weights
+from parrot.engine.models.parallel import Partition
+from parrot.engine.models.quantisation import group_size, has_row_factors
+from parrot.engine.models.tensors import is_matrix
+from parrot.utils.config import ConfigError
+
+logger = logging.getLogger(__name__)
+
+# Lowest CUDA compute capabilities with conversions of e4m3, and with instructions for bfloat16.
+E4M3 = (8, 9)
+_FOUR_BIT = (8, 0)
+
+
+def choose_weights(
+    config: BuiltinConfig,
+    checkpoint: Checkpoint,
+    shard: Partition | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Weights:
+    """How the matrices of layers are kept.
+
+    Raises `ConfigError` for `dtype: fp8` on a device or with sizes that its kernels do not have."""
+    if config.dtype not in ("auto", "fp8"):
+        return Weights.PLAIN
+    if device.type == "cpu" and config.dtype == "auto":
+        # The kernel for four bits multiplies bfloat16.
+        return Weights.KEPT if dtype is torch.bfloat16 else Weights.PLAIN
+    in_e4m3 = config.dtype == "fp8" or group_size(checkpoint.config) is None
+    reason = _without_kernels(device, E4M3 if in_e4m3 else _FOUR_BIT)
+    if in_e4m3 and reason is None and (config.dtype == "fp8" or has_row_factors(checkpoint.config)):
+        reason = unaligned(_matrix_shapes(checkpoint, shard))
+    if config.dtype == "fp8":
+        if reason is not None:
+            raise ConfigError(f"`dtype`: fp8 {reason}; use auto")
+        return Weights.E4M3
+    if reason is not None and checkpoint.config.get("quantization_config"):
+        logger.warning("quantised weights are converted to %s: their format %s", dtype, reason)
+    return Weights.KEPT if reason is None else Weights.PLAIN
+
+
+def _without_kernels(device: torch.device, capability: tuple[int, int]) -> str | None:
+    """Why a device cannot multiply quantised weights; None if it can."""
+    has_device = device.type == "cuda" and torch.cuda.get_device_capability(device) >= capability
+    if has_device and find_spec("triton") is not None:
+        return None
+    needed = ".".join(map(str, capability))
+    return f"needs Triton and a CUDA device of compute capability {needed} or later"
+
+
+def _matrix_shapes(checkpoint: Checkpoint, shard: Partition | None) -> dict[str, tuple[int, ...]]:
+    """The shapes of the matrices of a rank's layers, by the decoder's names."""
+    shapes = {}
+    for name in filter(is_matrix, checkpoint.plans):
+        whole, part = checkpoint.plans[name].shape, None if shard is None else shard.part(name)
+        shapes[name] = whole if part is None else part.shape(whole)
+    return shapes

@@ -1,0 +1,209 @@
+"""Products with weights of four bits in Triton's interpreter, against float64 of their numbers."""
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.kernels import fused_kernels
+from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.fused import rope_and_store
+from parrot.engine.kernels.launch import KVView
+from parrot.engine.kernels.linear.four_bit import (
+    four_bit_linear,
+    four_bit_numbers,
+)
+from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
+from parrot.engine.kernels.linear.products import Rows, UndividedRows
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
+from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit_linear import matrix_of, words_of
+from parrot.engine.models.four_bit_weights import FourBitWeight, four_bit_product
+from parrot.engine.models.fused_weights import Weight
+from parrot.engine.models.layers import RMSNorm
+from tests.support.kernel_cases import relative_error, rms_norm_reference
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
+    reason="the kernels were imported for a device; tests/gpu runs these cases",
+)
+
+
+def matrix(
+    outputs: int,
+    inputs: int,
+    generator: torch.Generator,
+    *,
+    group: int = 32,
+    kind: torch.dtype = torch.float16,
+) -> FourBit:
+    shape = outputs, inputs // group
+    codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5
+    zeros = torch.randint(17, shape, generator=generator)
+    return FourBit.with_zeros(codes, scales.to(kind), zeros)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("group", "inputs"), [(32, 96), (32, 128), (64, 192), (128, 256), (256, 512), (384, 384)]
+)
+def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(group)
+    whole = matrix(70, inputs, generator, group=group, kind=kind)
+    whole.scales[3] = whole.least[3] = 0
+    words = words_of(whole)
+    assert words is not None
+    assert torch.equal(matrix_of(words).numbers(), whole.numbers())
+    assert torch.equal(four_bit_numbers(words, torch.float32), whole.numbers())
+    assert words.num_bytes <= 70 * (-(-inputs // 128) * 128) * (0.5 + 4 / min(group, 128))
+
+
+def test_what_the_layout_cannot_keep() -> None:
+    whole = matrix(8, 128, torch.Generator().manual_seed(0))
+    assert words_of(FourBit(whole.codes, whole.scales * 1.0001, whole.least * 1.0001)) is None
+    assert words_of(FourBit(whole.codes, whole.scales, whole.least - whole.scales / 2)) is None
+    assert words_of(FourBit(whole.codes, whole.scales, whole.scales)) is None, "a negative zero"
+    assert words_of(matrix(8, 48, torch.Generator().manual_seed(0), group=16)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_out", "size", "group", "silu", "with_bias"),
+    [
+        *((rows, 40, 256, 128, rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
+        *((rows, 21, 480, 32, rows % 2 == 0, False) for rows in (1, 2, 17, FEW_ROWS)),
+        (5, 64, 128, 64, True, False),
+        (3, 4200, 128, 128, True, True),  # wide tiles
+        (FEW_ROWS + 9, 70, 256, 64, False, True),
+    ],
+)
+def test_products(
+    num_rows: int, num_out: int, size: int, group: int, silu: bool, with_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    whole = matrix(2 * num_out if silu else num_out, size, generator, group=group)
+    words = words_of(whole)
+    assert words is not None
+    x = torch.randn(num_rows, size, generator=generator)
+    bias = torch.randn(words.outputs, generator=generator) if with_bias else None
+    out = torch.full((num_rows, num_out), float("nan"))
+    four_bit_linear(x, words, out, bias=bias, silu=silu)
+    expected = x.double() @ whole.numbers().double().T
+    if bias is not None:
+        expected += bias.double()
+    if silu:
+        gate, up = expected.split(num_out, dim=1)
+        expected = F.silu(gate) * up
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_many_rows_use_the_dequantised_weight() -> None:
+    generator = torch.Generator().manual_seed(0)
+    whole = matrix(48, 96, generator)
+    words, x = words_of(whole), torch.randn(600, 96, generator=generator)
+    assert words is not None
+    expected = x.double() @ whole.numbers().double().T
+    assert relative_error(four_bit_product(x, words, None), expected) < 1e-5
+    assert four_bit_product(x[:0], words, None).shape == (0, 48)
+
+
+def test_parts_of_a_product() -> None:
+    generator = torch.Generator().manual_seed(1)
+    whole, x = matrix(64, 512, generator), torch.randn(5, 512, generator=generator)
+    words, parts = words_of(whole), torch.full((2, 5, 64), float("nan"))
+    assert words is not None
+    four_bit_linear(x, words, parts)
+    expected = x[:, :256].double() @ whole.numbers()[:, :256].double().T
+    assert relative_error(parts[0], expected) < 1e-5
+    assert relative_error(parts.sum(0), x.double() @ whole.numbers().double().T) < 1e-5
+
+
+@pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("packed", [(True, True, True), (False, True, True), (True, False, False)])
+@pytest.mark.parametrize("inner", [1024, 896])
+def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int) -> None:
+    """Also beside matrices in plain numbers. An inner width of 1024 is split."""
+    generator = torch.Generator().manual_seed(num_rows)
+    hidden, gain = 96, torch.rand(96, generator=generator) + 0.5
+    shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
+    matrices = [matrix(*shape, generator) for shape in shapes]
+    weights: list[Weight | FourBitWeight] = []
+    for whole, is_packed in zip(matrices, packed, strict=True):
+        words = words_of(whole)
+        assert words is not None
+        weight = FourBitWeight.of(words, None) if is_packed else Weight(whole.numbers(), None)
+        weights.append(weight)
+    gate_up, down, following = weights
+    x, residual = torch.randn(2, num_rows, hidden, generator=generator)
+    before = residual.double()
+    middle = gate_up.gated(x, for_e4m3=down.reads_e4m3)
+    normed = down.add_and_norm(middle, residual, RMSNorm(gain, 1e-5), for_e4m3=False)
+    assert isinstance(normed, UndividedRows) == (
+        num_rows <= FEW_ROWS and not (packed[1] and inner == 1024)
+    )
+    last = following(normed)
+
+    numbers = [whole.numbers().double() for whole in matrices]
+    gate, up = (x.double() @ numbers[0].T).split(inner, dim=1)
+    total = before + (F.silu(gate) * up) @ numbers[1].T
+    assert relative_error(residual, total) < 1e-5
+    expected = rms_norm_reference(total.float(), gain, 1e-5) @ numbers[2].T
+    assert relative_error(last, expected) < 1e-5
+
+
+@pytest.mark.parametrize("undivided", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 5, 50])
+def test_qkv(num_rows: int, undivided: bool) -> None:
+    heads, kv_heads, dim, page, size = 3, 1, 64, 16, 160
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    generator = torch.Generator().manual_seed(num_rows)
+    whole = matrix((heads + 2 * kv_heads) * dim, size, generator)
+    words = words_of(whole)
+    assert words is not None
+    weight = FourBitWeight.of(words, torch.randn(words.outputs, generator=generator))
+    x = torch.randn(num_rows, size, generator=generator)
+    squares = torch.rand(num_rows, 3, generator=generator) + 0.1
+    read: Rows = UndividedRows(x, squares, 1e-5) if undivided else x
+    positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
+    table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
+    tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
+    cos_sin = torch.rand(64, dim, generator=generator)
+
+    caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
+    kv = KVView(caches[0], caches[1], tables, positions)
+    assert weight.can_rotate(shape, read)
+    q = weight.rotated(read, (kv, table_rows, cos_sin, shape))
+    if undivided:
+        x = x * (squares.sum(1, keepdim=True) / size + 1e-5).rsqrt()
+    assert weight.bias is not None
+    qkv = x.double() @ whole.numbers().double().T + weight.bias.double()
+    kv = KVView(caches[2], caches[3], tables, positions)
+    expected, _ = rope_and_store(qkv.float(), kv, table_rows, cos_sin, shape)
+    assert relative_error(q, expected.double()) < 1e-5
+    for ours, theirs in ((caches[0], caches[2]), (caches[1], caches[3])):
+        assert torch.equal(ours.isnan(), theirs.isnan())
+        assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
+
+
+def test_products_with_few_programs_are_split() -> None:
+    assert FourBitProduct(8, 4096, 112).num_splits > 1
+    assert FourBitProduct(8, 28672, 32).num_splits == 1, "there are enough programs"
+    assert FourBitProduct(8, 4096, 33).num_splits == 1, "parts would not be even"
+
+
+@pytest.mark.parametrize("silu", [False, True])
+def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
+    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS, 300):
+        for num_out in (64, 1024, 4096, 6144, 28672):
+            tile = FourBitProduct(num_rows, num_out, 32, silu).tile()
+            step = tile["BN"] * (64 + 16) + tile["BM"] * 256  # Words, factors and x in bfloat16.
+            assert step * tile["UNROLL"] * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
+
+
+def test_many_rows_are_not_rotated_by_the_product() -> None:
+    words = words_of(matrix(64, 128, torch.Generator().manual_seed(0)))
+    assert words is not None
+    weight = FourBitWeight.of(words, None)
+    assert not weight.can_rotate(AttentionShape(1, 1, 64, 16), torch.zeros(FEW_ROWS + 1, 128))

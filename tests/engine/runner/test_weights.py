@@ -1,0 +1,140 @@
+"""The format of a model's matrices on each device."""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.models.checkpoint import Checkpoint, open_checkpoint
+from parrot.engine.models.packed import Weights
+from parrot.engine.models.parallel import Partition
+from parrot.engine.runner import weights as module
+from parrot.engine.runner.ranks.group import RankGroup
+from parrot.engine.runner.weights import choose_weights
+from parrot.utils.config import ConfigError
+
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+BF16 = torch.bfloat16
+FP8 = {"quant_method": "fp8"}
+BLOCKS = FP8 | {"weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64}
+LARGE = open_checkpoint("llama-3.1-8b", dummy=True)
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_device(monkeypatch, (9, 0))
+
+
+def with_device(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], *, triton: bool = True
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(module, "find_spec", lambda name: find_spec("torch") if triton else None)
+
+
+def quantised(found: Mapping[str, Any]) -> Checkpoint:
+    return replace(LARGE, config=LARGE.config | {"quantization_config": found})
+
+
+def chosen(
+    checkpoint: Checkpoint, dtype: str = "auto", device: torch.device = GPU, **options: Any
+) -> Weights:
+    config = BuiltinConfig(model="any", dtype=dtype)
+    return choose_weights(config, checkpoint, options.get("shard"), device, BF16)
+
+
+@pytest.mark.parametrize("found", [FP8, BLOCKS, AWQ])
+def test_quantised_matrices_are_kept_by_auto(found: Mapping[str, Any]) -> None:
+    assert chosen(quantised(found)) is Weights.KEPT
+    assert chosen(quantised(found), "bfloat16") is Weights.PLAIN
+    assert chosen(quantised(found), device=CPU) is Weights.KEPT
+
+
+@pytest.mark.parametrize(
+    ("found", "capability", "triton", "reason"),
+    [
+        (FP8, (8, 6), True, "capability 8.9 or later"),
+        (FP8, (9, 0), False, "needs Triton"),
+        (AWQ, (7, 5), True, "capability 8.0 or later"),
+        (AWQ, (9, 0), False, "needs Triton"),
+    ],
+)
+def test_a_device_without_kernels_converts_them(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    found: Mapping[str, Any],
+    capability: tuple[int, int],
+    triton: bool,
+    reason: str,
+) -> None:
+    with_device(monkeypatch, capability, triton=triton)
+    with caplog.at_level(logging.WARNING, module.__name__):
+        assert chosen(quantised(found)) is Weights.PLAIN
+    [line] = caplog.messages
+    assert line.startswith("quantised weights are converted to torch.bfloat16")
+    assert reason in line
+    caplog.clear()
+    assert chosen(LARGE) is Weights.PLAIN
+    assert not caplog.messages
+
+
+def test_four_bits_need_no_conversions_of_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_device(monkeypatch, (8, 0))
+    assert chosen(quantised(AWQ)) is Weights.KEPT
+
+
+def test_matrices_of_other_sizes_are_converted_or_refused(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plans = dict(LARGE.plans)
+    name = "model.layers.3.mlp.up_proj.weight"
+    plans[name] = replace(plans[name], shape=(14336, 4100))
+    odd = replace(quantised(FP8), plans=plans)
+    assert chosen(odd) is Weights.PLAIN
+    assert f"{name} is [14336, 4100]" in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"`dtype`: fp8 needs matrices .* is \[14336, 4100\]; use"
+    ):
+        chosen(odd, "fp8")
+    assert chosen(LARGE, "fp8") is Weights.E4M3
+
+
+def test_each_rank_checks_its_own_part(caplog: pytest.LogCaptureFixture) -> None:
+    narrow = open_checkpoint("llama-3.1-8b", dummy=True)
+    spec = narrow.spec.with_layers(
+        lambda _, layer: replace(layer, mlp=replace(layer.mlp, width=14336 + 16))
+    )
+    plans = {
+        name: replace(plan, shape=tuple(14352 if size == 14336 else size for size in plan.shape))
+        for name, plan in narrow.plans.items()
+    }
+    odd = replace(quantised(FP8), spec=spec, plans=plans)
+    assert chosen(odd) is Weights.KEPT
+    assert chosen(odd, shard=Partition(spec, RankGroup(0, 2))) is Weights.PLAIN
+    assert "is [7176, 4096]" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("found", "device", "expected"),
+    [
+        (FP8, GPU, 1.0),
+        (BLOCKS, GPU, None),
+        (AWQ, GPU, 0.5 + 4 / 64),
+        (AWQ | {"group_size": -1}, GPU, 0.5 + 4 / 128),
+        (AWQ, CPU, None),
+        (None, GPU, None),
+    ],
+)
+def test_bytes_of_a_number(
+    found: Mapping[str, Any] | None, device: torch.device, expected: float | None
+) -> None:
+    config = {} if found is None else {"quantization_config": found}
+    assert Weights.KEPT.matrix_bytes(config, device) == expected
+    assert Weights.PLAIN.matrix_bytes(config, device) is None
+    assert Weights.E4M3.matrix_bytes({}, device) == 1.0

@@ -1,0 +1,126 @@
+"""Products with weights of four bits on the device, and a model with them."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.config import BuiltinConfig
+from parrot.engine.kernels.linear.four_bit import four_bit_linear, four_bit_numbers
+from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit_linear import matrix_of, words_of
+from parrot.engine.models.four_bit_weights import FourBitWeight, four_bit_product
+from parrot.engine.models.layers import RMSNorm
+from parrot.engine.runner.cuda import CudaRunner
+from parrot.engine.runner.load import load_runner
+from tests.support.four_bit_checkpoints import quantise_folder
+from tests.support.runner_driver import Driver
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = pytest.mark.gpu
+ROUNDING = 2**-8  # Of bfloat16.
+SIZES = {"hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
+
+
+def matrix(outputs: int, inputs: int, group: int, kind: torch.dtype = torch.float16) -> FourBit:
+    codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    shape = outputs, inputs // group
+    scales = (torch.rand(shape, device="cuda") + 0.5) * 0.2 * inputs**-0.5
+    return FourBit.with_zeros(codes, scales.to(kind), torch.randint(17, shape, device="cuda"))
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
+    # A sum in float32 of products that are exact.
+    largest = expected.abs().amax(1, keepdim=True)
+    bound = ROUNDING * expected.abs() + 2**-22 * inputs**0.5 * largest + 2**-14 * largest
+    error = (found.double() - expected).abs()
+    assert bool((error <= bound).all()), (error / bound).max()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 2080)])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 300, 600])
+def test_products(outputs: int, inputs: int, rows: int, group: int) -> None:
+    if inputs % group:
+        pytest.skip("no whole groups")
+    whole = matrix(outputs, inputs, group)
+    words = words_of(whole)
+    assert words is not None
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    expected = x.double() @ whole.numbers().double().T
+    out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
+    assert_close(four_bit_linear(x, words, out), expected, inputs)
+    found = four_bit_product(x, words, None).double()
+    error = (found - expected).norm() / expected.norm()
+    assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_other_types(kind: torch.dtype, dtype: torch.dtype) -> None:
+    whole = matrix(256, 512, 64, kind)
+    words = words_of(whole)
+    assert words is not None
+    assert torch.equal(matrix_of(words).numbers(), whole.numbers())
+    assert torch.equal(four_bit_numbers(words, torch.float32), whole.numbers())
+    x = torch.randn(5, 512, device="cuda", dtype=dtype)
+    out = torch.full((5, 256), float("nan"), device="cuda", dtype=dtype)
+    expected = x.double() @ whole.numbers().double().T
+    assert_close(four_bit_linear(x, words, out), expected, 512)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
+def test_a_layer_of_products(rows: int) -> None:
+    hidden, inner = 4096, 14336
+    matrices = matrix(2 * inner, hidden, 128), matrix(hidden, inner, 128)
+    x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
+    gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
+    weights = []
+    for whole in matrices:
+        words = words_of(whole)
+        assert words is not None
+        weights.append(FourBitWeight.of(words, None))
+    middle = weights[0].gated(x, for_e4m3=False)
+    weights[1].add_and_norm(middle, residual, RMSNorm(gain, 1e-5), for_e4m3=False)
+    gate, up = (x.double() @ matrices[0].numbers().double().T).split(inner, dim=1)
+    error = (middle.double() - F.silu(gate) * up).norm() / (F.silu(gate) * up).norm()
+    assert float(error) < 0.01
+    expected = before + middle.double() @ matrices[1].numbers().double().T
+    error = (residual.double() - expected).norm() / expected.norm()
+    assert float(error) < 0.004
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized"])
+def test_greedy_tokens_are_those_of_the_numbers(tmp_path: Path, kind: str) -> None:
+    """In graphs, for one sequence and for several, at once and in chunks."""
+    plain = make_tiny_model(tmp_path / "plain", "llama", overrides=SIZES)
+    quantise_folder(plain, tmp_path / "model", kind, 64)
+    packed, packed_memory = outputs(tmp_path / "model", "auto")
+    numbers, memory = outputs(tmp_path / "model", "bfloat16")
+    assert packed_memory < 0.6 * memory
+    pairs = list(zip(packed, numbers, strict=True))
+    same = sum(ours[:4] == theirs[:4] for ours, theirs in pairs)
+    assert same >= len(pairs) - 2, pairs
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    rng = random.Random(len(lengths))
+    return [[rng.randrange(250) for _ in range(length)] for length in lengths]
+
+
+def outputs(folder: Path, dtype: str) -> tuple[list[list[int]], float]:
+    """Greedy outputs, and the MiB of weights."""
+    config = {"model": str(folder), "device": "cuda", "dtype": dtype}
+    config |= {"instance": {"num_kv_cache_blocks": 64}}
+    runner = load_runner(BuiltinConfig.model_validate(config))[0]
+    assert isinstance(runner, CudaRunner)
+    driver, found = Driver(runner), []
+    for prompts, chunk in ((random_prompts(5), None), (random_prompts(5, 35, 170), None),
+                           (random_prompts(90, 170), 33)):  # fmt: skip
+        found += driver.generate([driver.context(p) for p in prompts], 12, chunk)
+    return found, runner.info.model_mem
