@@ -41,7 +41,7 @@ LOGPROBS: TypeAdapter[Logprobs] = TypeAdapter(WireLogprobs)
 _NO_STATS = [
     (field.name, getattr(RunStats(), field.name))
     for field in fields(RunStats)
-    if field.name != "extra"
+    if field.name not in ("extra", "is_streamed")
 ]
 _SECRETS = {"session_auth", "session"}
 

@@ -270,13 +270,13 @@ function lookOf(bar, graph, path, x, lane, now) {
   };
 }
 
-/** Seconds until the first token of a call; its end, if it has none. */
+/** Seconds until the first token of a call; its end, if it has none; its start, if it is not known. */
 function firstToken(call, now) {
   const end = call.finished_s ?? now;
   const start = call.started_s ?? now;
   if (call.first_token_s != null) return call.first_token_s;
   if (call.kind === "native") return start;
-  if (call.finished_s == null) return call.output_tokens ? start : end;
+  if (call.finished_s == null) return "first_token_s" in call ? end : start;
   return call.decode_s == null ? end : Math.max(start, end - call.decode_s);
 }
 

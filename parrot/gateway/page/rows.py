@@ -220,12 +220,14 @@ def last_variables(session: Session) -> list[SemanticVariable]:
 
 
 def call_row(task: Task, began: float) -> Row:
-    """The row of a call. Its times are seconds since `began`."""
+    """The row of a call. Its times are seconds since `began`. `first_token_s` is null until a
+    streamed call has its first token, and missing if the time will not be known."""
     row = task_fields(task, began)
     if task.state is CompletionState.FAILED and was_stopped(task):
         row["state"] = CompletionState.CANCELLED.value
     row["inputs"] = [variable.id for variable in task.inputs]
-    row["first_token_s"] = None
+    if isinstance(task, Completion) and task.stats.is_streamed:
+        row["first_token_s"] = None
     if (first := _first_token(task)) is not None:
         row["first_token_s"] = first - began
     return row

@@ -161,6 +161,7 @@ class Exchange:
         self, run: Run, attempt: Attempt, request: GenerateRequest
     ) -> GenerateResponse:
         _start_stream(run, attempt)
+        run.stats.is_streamed = True
 
         def take(chunk: StreamChunk) -> None:
             if run.attempt is attempt:  # Otherwise the attempt is being stopped.
@@ -176,14 +177,17 @@ class Exchange:
         try:
             async with aclosing(attempt.engine.client.follow(attempt.context.id)) as chunks:
                 async for chunk in chunks:
-                    self._deliver_chunk(run, attempt, chunk)
+                    self._deliver_chunk(run, attempt, chunk, is_late=True)
         except ParrotError as error:
             run.stats.comes_whole = error.message
 
-    def _deliver_chunk(self, run: Run, attempt: Attempt, chunk: StreamChunk) -> None:
+    def _deliver_chunk(
+        self, run: Run, attempt: Attempt, chunk: StreamChunk, *, is_late: bool = False
+    ) -> None:
+        """`is_late`: the engine may have generated the chunk's tokens long before."""
         if attempt.context is not None:
             attempt.context.mark_computed()
-        if run.num_streamed == attempt.num_delivered:
+        if run.num_streamed == attempt.num_delivered and not is_late:
             now = self._clock.now()
             for waiter in run.waiters:
                 waiter.times.first_token = now

@@ -317,7 +317,7 @@ class Timeline:
     activated: float | None = None
     ready: float | None = None
     started: float | None = None
-    first_token: float | None = None  # Of the last attempt, if its output is streamed.
+    first_token: float | None = None  # Of the last attempt. None also if it was not observed.
     finished: float | None = None
 
 
@@ -341,6 +341,7 @@ class RunStats:
     stop_string: str | None = None  # The stop string that ended the output.
     is_reused: bool = False  # The result of an identical call was used, and nothing was computed.
     logprobs: Logprobs | None = None  # Of the output tokens so far, if they were requested.
+    is_streamed: bool = False  # From its first token, so its time will be known. Not journaled.
     comes_whole: str = ""  # The reason why the text is not streamed although a reader asks for it.
     extra: dict[str, Any] | None = None  # Other fields of a foreign server's answer. Not journaled.
     used_tokens: int = 0  # Prompt and output tokens, without tokens counted before a withdrawal.

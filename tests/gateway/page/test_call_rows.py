@@ -50,7 +50,7 @@ async def test_the_first_token_of_a_running_call_is_seen() -> None:
     engine = await world.join(script=Script(hang_after=2))
     program = world.program()
     output = program.call("one")
-    assert session_rows(world, program)[f"call:{output}"]["first_token_s"] is None
+    assert "first_token_s" not in session_rows(world, program)[f"call:{output}"]
     stream = program.stream(output)
     await world.clock.advance(7.0)
     call = session_rows(world, program)[f"call:{output}"]
@@ -61,6 +61,28 @@ async def test_the_first_token_of_a_running_call_is_seen() -> None:
     await stream
     call = session_rows(world, program)[f"call:{output}"]
     assert call["started_s"] <= call["first_token_s"] <= call["finished_s"]
+    await world.core.close()
+
+
+async def test_a_viewer_that_comes_late_makes_no_time_of_the_first_token() -> None:
+    world = World()
+    engine = await world.join(script=Script(hang_after=2))
+    program = world.program()
+    output = program.call("one")
+    read = program.read(output)
+    await world.clock.advance(7.0)
+    assert "first_token_s" not in session_rows(world, program)[f"call:{output}"]
+    session = world.core.sessions.find(program.scope["session_id"])
+    assert session is not None
+    page = PageRows(world.core)
+    page.variable(session, output, sees_values=True)
+    await world.clock.advance(1.0)
+    assert page.variable(session, output, sees_values=True)["text:0"]["text"]
+    assert "first_token_s" not in session_rows(world, program)[f"call:{output}"]
+    engine.resume.set()
+    await world.clock.advance(1.0)
+    await read
+    assert session_rows(world, program)[f"call:{output}"]["state"] == "done"
     await world.core.close()
 
 
