@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from parrot.gateway.transcript import prompt_tokens
+from parrot.gateway.prompt_tokens import prompt_tokens
 from parrot.gateway.turns import revealed
 from parrot.protocol.engine_api import CHARS_PER_TOKEN, EmbedRequest, ScoreRequest
 from parrot.protocol.errors import (

@@ -32,7 +32,6 @@ The answers of such servers have one form, independent of the model's markup: re
 `<think>` and `</think>`, text, and each call as
 `<tool_call>{"name": ..., "arguments": ...}</tool_call>`."""
 
-import asyncio
 import json
 import re
 from collections import Counter
@@ -40,7 +39,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
-from itertools import chain
 from typing import Any, NamedTuple
 
 import orjson
@@ -55,17 +53,14 @@ from parrot.serve.graph.nodes import (
     PieceKind,
     SemanticVariable,
     TextPiece,
-    TokenizedText,
     VariablePiece,
 )
-from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt, require_chars
-from parrot.serve.prompts.segments import Segment
+from parrot.serve.prompts.encode import ModelTokenizer, require_chars
 from parrot.serve.prompts.templates import PLAIN_CHAT, ModelTemplate, sentinel
 
 _PART = 2048  # Shortest part of a split text, in characters. Shorter parts share more prefixes.
+_LONG = 100  # Messages. A longer conversation is rendered in a thread.
 _MAX_CHARS = 2**23  # Characters of a prompt. No model accepts two million tokens.
-TokenPrompt = tuple[str, TokenizedText | None]
-"""A prompt's text, and its tokens if the text does not encode to them."""
 Body = dict[str, Any]
 """The fields of a chat completion request that contain the conversation and the tools."""
 _TEXT_FIELDS = frozenset({"content", "tool_calls", "reasoning_content"})  # Their texts are pieces.
@@ -86,16 +81,21 @@ class Transcript:
     def __init__(self, text: str, find_ends: "FindEnds") -> None:
         self.text = text
         self._find_ends = find_ends
+        self._last: tuple[tuple[int, int], list[TextPiece]] | None = None
 
     def pieces(self, start: int = 0, num_known: int = 0) -> list[TextPiece]:
         """The pieces after the first `start` characters. If `num_known`, these characters are the
         prompt of the first `num_known` messages except the last, and that answer as generated. The
-        known part is not parsed again."""
-        found = []
+        known part is not parsed again. The last result is kept."""
+        known = (start, num_known)
+        if self._last is not None and self._last[0] == known:
+            return self._last[1]
+        found: list[TextPiece] = []
         for end, kind in self._find_ends(start, num_known):
             if end > start or not end:
                 found.append(TextPiece(self.text[start:end], kind))
                 start = end
+        self._last = known, found
         return found
 
 
@@ -467,6 +467,11 @@ def transcript_of(
     )
 
 
+def is_long_conversation(prompt: Sequence[Message] | str) -> bool:
+    """Whether the prompt must be rendered in a thread."""
+    return not isinstance(prompt, str) and len(prompt) > _LONG
+
+
 def _has_tools(messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
     """Whether the conversation contains tools, calls or results."""
     return "tools" in options or any(
@@ -491,52 +496,6 @@ def _part_ends(text: str) -> Iterator[int]:
             yield at + 1
         at = text.find("\n", at + 1 + is_end * _PART)
     yield len(text)
-
-
-async def prompt_tokens(
-    prompt: Sequence[Message] | str,
-    options: Mapping[str, Any],
-    model: str,
-    tokenizer: ModelTokenizer | None,
-) -> list[int]:
-    """The token ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the
-    model's engines take text."""
-    if tokenizer is None:
-        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
-    pieces = transcript_of(prompt, options, model, tokenizer).pieces()
-    segments = [Segment(piece.kind, piece.text) for piece in pieces]
-    units = await encode_prompt(segments, False, tokenizer)
-    parts = [ids for ids in units if not isinstance(ids, str)]
-    return list(chain.from_iterable(parts))  # `chain` is fast for millions of ids
-
-
-async def prompt_of_tokens(
-    ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None
-) -> TokenPrompt:
-    """A prompt of exactly these token ids. Its text includes special tokens, except a first BOS
-    token. Raises `UnsupportedField` if the model's engines take text, and `InvalidRequest` for an
-    id outside of the vocabulary."""
-    if tokenizer is None:
-        message = f"the engines of `{model}` take text: send the prompt as text"
-        raise UnsupportedField(message, param="prompt")
-    encoder = tokenizer.encoder
-    if (largest := max(ids)) >= encoder.num_tokens:
-        message = f"token id {largest} is outside of the vocabulary of {encoder.num_tokens}"
-        raise InvalidRequest(message, param="prompt")
-    given = tuple(ids)
-    shown = given[1:] if given[0] == tokenizer.bos else given
-    text = await asyncio.to_thread(encoder.decode, shown, special=True)
-    usual = await encoder.encode(text, Style(special=True, first=True))
-    is_usual = tokenizer.with_bos(usual) == given
-    return text, None if is_usual else TokenizedText(tokenizer.tokenizer_id, given)
-
-
-async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokenizer | None) -> str:
-    """The text of the ids, without special tokens. Raises `UnsupportedField` if the model's engines
-    take text."""
-    if tokenizer is None:
-        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
-    return await asyncio.to_thread(tokenizer.encoder.decode, ids)
 
 
 def served_body(

@@ -1,7 +1,7 @@
 """Answers that wait for the journal: a client learns only of changes that survive a restart."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from functools import wraps
 from typing import Any
@@ -60,5 +60,23 @@ def durable_verb(
                 undo(result)
             raise
         return result
+
+    return wraps(verb)(verb_with_wait)
+
+
+def durable_errors(
+    verb: Callable[..., Awaitable[Any]], log: CommandLog | None
+) -> Callable[..., Awaitable[Any]]:
+    """The verb, which changes nothing. Its errors about earlier changes wait for the journal, but
+    not while it cannot be written. Without a log, the verb is returned unchanged."""
+    if log is None:
+        return verb
+
+    async def verb_with_wait(**arguments: Any) -> Any:
+        try:
+            return await verb(**arguments)
+        except (Conflict, SessionGone, NotFound):
+            await log.published()
+            raise
 
     return wraps(verb)(verb_with_wait)

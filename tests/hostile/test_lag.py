@@ -30,6 +30,10 @@ TRIES = 6
 ONCE_WITHIN_CPU_S = 3 * WITHIN_CPU_S
 
 
+SHOWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+SLOW = "{% for m in messages %}{% for i in range(100) %}{% set x = i %}{% endfor %}{% endfor %}"
+
+
 class Watch:
     """The longest that the server's thread computed without giving the loop back."""
 
@@ -94,12 +98,18 @@ def server() -> Iterator[Server]:
     patch = pytest.MonkeyPatch()
     patch.setattr(events.Handle, "_run", lambda handle: watch.run(handle))
     clock, config = MonotonicClock(), CoreConfig(engine_heartbeat_timeout=1e6)
-    engine = fake_engine("e0", model="m", max_seq_len=131_072, tokens_capacity=10**7)
-    core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
+    size = {"max_seq_len": 131_072, "tokens_capacity": 10**7}
+    engines = {
+        "m": fake_engine("m", model="m", **size),
+        "slow": fake_engine("slow", model="slow", chat_template=SLOW + SHOWN, **size),
+    }
+    dispatcher = Dispatcher(config, clock, lambda info: engines[info.engine_name])
+    core = ServeCore(config, clock=clock, dispatcher=dispatcher)
     others = threading.enumerate()
     collector = Collector(lambda _: None, clock)  # as in its own process
     with collector, running_in_thread(create_app(core)) as url:
-        asyncio.run(register(url, engine))
+        for engine in engines.values():
+            asyncio.run(register(url, engine))
         (watch.thread,) = [
             thread.ident or 0
             for thread in threading.enumerate()
@@ -208,3 +218,22 @@ def test_braces_of_a_template(server: Server) -> None:
 def test_the_tokens_of_a_text_of_wide_characters(server: Server, length: int, status: int) -> None:
     raw = json.dumps({"model": "m", "prompt": "日" * length}, ensure_ascii=False).encode()
     assert server.ask("POST", "/tokenize", raw)[0] == status
+
+
+@pytest.mark.parametrize("num_messages", [4096, 100])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+def test_a_slow_chat_template(server: Server, path: str, num_messages: int) -> None:
+    """A long conversation is rendered in a thread."""
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": f"{i}."} for i in range(num_messages)
+    ]
+    body: dict[str, Any] = {"model": "slow", "messages": messages, "max_tokens": 1}
+    if path == "/v1/responses":
+        body = {"model": "slow", "input": messages, "max_output_tokens": 1}
+    status, answer = server.ask("POST", path, json.dumps(body).encode())
+    assert status == 200, answer
+    if path == "/v1/chat/completions":
+        body = {"model": "slow", "messages": messages}
+        status, answer = server.ask("POST", "/tokenize", json.dumps(body).encode())
+        assert status == 200, answer
+        assert answer["count"] == sum(len(message["content"]) for message in messages)

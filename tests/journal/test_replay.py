@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parrot.gateway.programs import ENDING
-from parrot.gateway.turns import TurnChain, TurnRequest, Turns
+from parrot.gateway.turn_request import TurnChain, TurnRequest
+from parrot.gateway.turns import Turns
 from parrot.journal import replay as restoring
 from parrot.journal.log import ENDED, Journal, Kind, Record
 from parrot.journal.replay import restore
@@ -185,7 +186,7 @@ class Program:
             func_name="turn",
             chain=chain,
         )
-        self.world.turns.submit(request)
+        self.world.turns.submit(self.world.turns.render(request))
 
     def read(self, session: Session) -> None:
         if var_id := self._any_variable(session):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from parrot.engine.config import SimConfig
-from parrot.gateway.turns import TurnRequest, Turns
+from parrot.gateway.turn_request import TurnRequest
+from parrot.gateway.turns import Turns
 from parrot.observe.recorder import TraceFile
 from parrot.protocol.errors import TimedOut
 from parrot.protocol.public import (
@@ -238,12 +239,13 @@ def test_conversations_without_sessions_are_replayed_as_they_went() -> None:
             messages.append({"role": "user", "content": f"{name} asks {number}. " * 20})
             sampling = SamplingConfig(temperature=0.0, max_gen_length=30 + number)
             request = TurnRequest("tenant", "sim", list(messages), [sampling], program=name)
-            turn = turns.submit(request)
+            turn = turns.submit(await turns.prepare(request))
             answer = (await turn.read(0)).content
             messages.append({"role": "assistant", "content": answer})
             turns.remember(turn, 0, messages[-1])
             await asyncio.sleep(0.3)
-        turn = turns.submit(replace(request, prompt=[*messages, messages[1]]))
+        last = replace(request, prompt=[*messages, messages[1]])
+        turn = turns.submit(await turns.prepare(last))
         stream = turn.stream(0)
         await anext(stream)
         await stream.aclose()

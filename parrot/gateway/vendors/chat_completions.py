@@ -17,7 +17,8 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
+from parrot.gateway.turn_request import Prepared, TurnRequest
+from parrot.gateway.turns import Turn, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import Entry
@@ -234,14 +235,12 @@ class ChatCompletions:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
-    def create(
-        self, request: ChatRequest, caller: Caller
-    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+    async def prepare(self, request: ChatRequest, caller: Caller) -> Prepared:
         refused = Refused()
         if request.modalities or request.tools or request.response_format:
             refused = request.refused()
         max_tokens = request.max_completion_tokens or request.max_tokens
-        turn = self._turns.submit(
+        return await self._turns.prepare(
             TurnRequest(
                 tenant=caller.tenant,
                 model=request.model,
@@ -263,6 +262,11 @@ class ChatCompletions:
                 refused=refused,
             )
         )
+
+    def create(
+        self, request: ChatRequest, caller: Caller, prepared: Prepared
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+        turn = self._turns.submit(prepared)
         caller.report_prefix(turn)
         frame: Json = {
             "id": f"chatcmpl-{new_token()}",

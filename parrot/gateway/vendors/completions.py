@@ -11,8 +11,9 @@ import orjson
 from pydantic import Discriminator, Field, Tag
 
 from parrot.gateway.direct import DirectRequests
-from parrot.gateway.transcript import TokenPrompt
-from parrot.gateway.turns import Turn, TurnRequest, Turns, is_foreign
+from parrot.gateway.prompt_tokens import TokenPrompt
+from parrot.gateway.turn_request import TurnRequest
+from parrot.gateway.turns import Turn, Turns, is_foreign
 from parrot.gateway.vendors.endpoint import Caller, VendorAnswer
 from parrot.gateway.vendors.errors import openai_error
 from parrot.gateway.vendors.logprobs import CompletionLogprobs, LogprobsReader
@@ -213,7 +214,7 @@ class Completions:
                     ignored=request.ignored,
                     refused=request.refused(),
                 )
-                turns.append(self._turns.submit(turn_request))
+                turns.append(self._turns.submit(self._turns.render(turn_request)))
                 caller.report_prefix(turns[-1])
         except ParrotError:
             for turn in turns:

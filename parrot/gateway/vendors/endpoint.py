@@ -3,7 +3,7 @@
 import inspect
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from parrot.protocol.endpoint import (
 )
 from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError
 from parrot.serve.core import ServeCore
-from parrot.serve.durability import Wait, durable_verb
+from parrot.serve.durability import Wait, durable_errors, durable_verb
 from parrot.utils.shard import ElsewhereError
 from parrot.utils.traceparent import TraceParent
 
@@ -53,6 +53,7 @@ _CLIENTS = {
 _MAX_DEPTH = 246  # Nesting levels of a request's JSON. orjson writes at most 254 levels.
 
 Verb = Callable[..., Any]
+Prepare = Callable[..., Awaitable[Any]]
 ErrorBody = Callable[[ParrotError, str], tuple[int, dict[str, Any]]]
 """Returns the status and the JSON of an error, from the error and the request's id."""
 
@@ -126,7 +127,8 @@ Few = BeforeValidator(check_sizes)
 
 
 class Offer(NamedTuple):
-    """A verb with its path, and the model that describes its answer."""
+    """A verb with its path, and the model that describes its answer. `prepare` is awaited before
+    the verb, which receives its result as `prepared`."""
 
     method: str
     path: str
@@ -134,6 +136,7 @@ class Offer(NamedTuple):
     summary: str
     gives: type[VendorAnswer]
     described: Described
+    prepare: Prepare | None = None
 
 
 class VendorEndpoint(Endpoint):
@@ -161,6 +164,9 @@ class VendorEndpoint(Endpoint):
         self._core = core
         self._forwards_keys = any(one.forward_client_key for one in core.config.servers)
         self._error_body = error_body
+        self._prepare = None
+        if offer.prepare is not None:
+            self._prepare = durable_errors(offer.prepare, core.sessions.journal)
 
     async def _answer(self, request: Request) -> Response:
         request_id = request_id_of(request)
@@ -185,6 +191,8 @@ class VendorEndpoint(Endpoint):
         program, client = _program(request), client_name(request.headers.get("user-agent", ""))
         caller = Caller(tenant, program, request_id, {}, str(span or ""), key, once, client)
         arguments = await self._arguments(request)
+        if self._prepare is not None:
+            arguments["prepared"] = await self._prepare(**arguments, caller=caller)
         result = self._verb(**arguments, caller=caller)
         if inspect.isawaitable(result):
             result = await run_until_disconnect(request, result)

@@ -19,7 +19,8 @@ from parrot.gateway.answers import (
     reasoning_options,
 )
 from parrot.gateway.answers import Event as AnswerEvent
-from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
+from parrot.gateway.turn_request import Prepared, TurnRequest
+from parrot.gateway.turns import Turn, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Few, Item, VendorAnswer, Wire
 from parrot.gateway.vendors.errors import anthropic_error
 from parrot.gateway.vendors.openai_fields import (
@@ -322,12 +323,10 @@ class Messages:
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
 
-    def create(
-        self, request: MessagesRequest, caller: Caller
-    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+    async def prepare(self, request: MessagesRequest, caller: Caller) -> Prepared:
         user = None if request.metadata is None else request.metadata.user_id
         refused = Refused()
-        turn = self._turns.submit(
+        return await self._turns.prepare(
             TurnRequest(
                 tenant=caller.tenant,
                 model=request.model,
@@ -348,6 +347,11 @@ class Messages:
                 refused=refused,
             )
         )
+
+    def create(
+        self, request: MessagesRequest, caller: Caller, prepared: Prepared
+    ) -> Awaitable[bytes] | AsyncGenerator[Events]:
+        turn = self._turns.submit(prepared)
         caller.report_prefix(turn)
         parser = turn.parser(may_call_many=request.may_call_many)
         frame: Json = {

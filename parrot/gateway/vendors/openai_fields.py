@@ -14,7 +14,8 @@ from pydantic import (
 )
 
 from parrot.gateway.transcript import MAX_PLACEHOLDERS
-from parrot.gateway.turns import Turn, TurnChain
+from parrot.gateway.turn_request import TurnChain
+from parrot.gateway.turns import Turn
 from parrot.gateway.vendors.endpoint import Bounded, Caller, Wire, require_shallow
 from parrot.protocol.call_grammar import CallRules
 from parrot.protocol.endpoint import parse_payload

@@ -66,6 +66,7 @@ def vendor_endpoints(core: ServeCore, turns: Turns) -> list[Endpoint]:
             "Anthropic's messages",
             MessageAnswer,
             _STREAMING,
+            messages.prepare,
         ),
         Offer(
             "POST",
@@ -92,16 +93,17 @@ def _prompt_of(path: str) -> str:
 
 def _openai_offers(core: ServeCore, turns: Turns) -> Sequence[Offer]:
     """The endpoints whose errors are in OpenAI's form."""
-    direct = _direct(core)
+    direct, chats = _direct(core), ChatCompletions(turns)
     tokenize = Tokenize(core, turns)
     return (
         Offer(
             "POST",
             "/v1/chat/completions",
-            ChatCompletions(turns).create,
+            chats.create,
             "OpenAI's chat completions",
             ChatCompletion,
             _STREAMING,
+            chats.prepare,
         ),
         Offer(
             "POST",
@@ -147,6 +149,7 @@ def response_endpoints(core: ServeCore, responses: Responses) -> list[Endpoint]:
         "OpenAI's responses",
         ResponseAnswer,
         _STREAMING,
+        responses.prepare,
     )
     others = (
         Offer(

@@ -3,14 +3,15 @@
 A model's template is rendered with random sentinels in place of the messages, and split at them.
 Real messages never pass through the template, so their text cannot act as template code or markup.
 
-A template is code from the model's author, and runs on ServeCore's event loop. It can only read its
-inputs and produce text, with limited work and size. When a template is parsed, operations whose
-time or memory may exceed the code's length are replaced by filters that check the budget: loops,
-sums, products, and list literals."""
+A template is code from the model's author, and runs on ServeCore's event loop, or in a thread for a
+long conversation. It can only read its inputs and produce text, with limited work and size. When a
+template is parsed, operations whose time or memory may exceed the code's length are replaced by
+filters that check the budget: loops, sums, products, and list literals."""
 
 import json
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from parrot.protocol.errors import InvalidRequest
 MAX_TEMPLATE = 2**17  # Characters of a template.
 # Limits of a rendering, and additions per message: ten times the need of most models' templates.
 MAX_STEPS, MESSAGE_STEPS = 2**18, 512  # Steps: loop iterations, calls, kilobytes of text.
-MAX_CPU_S, MESSAGE_CPU_S = 0.08, 400e-6  # Seconds of CPU time.
+MAX_CPU_S, MESSAGE_CPU_S = 0.05, 400e-6  # Seconds of CPU time.
 MAX_CHARS = 2**25  # Characters of a text.
 _CHECK_S = 0.005  # Seconds between checks of the CPU time.
 _NODES_PER_STEP = 16  # Nodes of a template's code that count as one step.
@@ -59,8 +60,8 @@ _SYSTEM_SOMEWHERE = (
 )
 
 
-class RenderingBudget:
-    """The remaining work of a rendering. All methods raise `SecurityError`."""
+class RenderingBudget(threading.local):
+    """The remaining work of this thread's rendering. All methods raise `SecurityError`."""
 
     def __init__(self) -> None:
         self._num_steps = 0

@@ -392,6 +392,21 @@ class TestPrefix:
         async with site.http.get("/metrics") as response:
             assert 'parrot_prefix_breaks_total{reason="date"} 1.0' in await response.text()
 
+    async def test_a_long_conversation(self, site: Site) -> None:
+        """It is rendered in a thread, also two at once, and continues its last turn."""
+        rounds = [[user(f"{i}"), {"role": "assistant", "content": "Yes."}] for i in range(60)]
+        first = [message for pair in rounds for message in pair] + [user("Hi")]
+        others = [user("Other"), *first[1:]]
+        assert await self.told(site, body(*first)) == "new"
+        more = [self.answer, user("More")]
+        reused = len(site.engine.prompts[0] + self.answer["content"])
+        told = await asyncio.gather(
+            self.told(site, body(*first, *more)), self.told(site, body(*others))
+        )
+        assert {prompt.count("Yes.") for prompt in site.engine.prompts} == {60}
+        assert told[1] == "new"
+        assert told[0].startswith(f"continued; reused={reused}; of=")
+
     async def test_a_program_that_is_named(self, site: Site) -> None:
         for text, expected in (("Hi", "new"), ("Ho", "broken; reason=history_changed; message=0")):
             told = await self.told(site, body(user(text), prompt_cache_key="p"))

@@ -5,11 +5,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import orjson
 
 from parrot.gateway.answers import AnswerParser, TextDelta
-from parrot.gateway.turns import Turn, TurnRequest, Turns, unknown_field
+from parrot.gateway.turn_request import Prepared, TurnRequest
+from parrot.gateway.turns import Turn, Turns, unknown_field
 from parrot.gateway.vendors.endpoint import Caller
 from parrot.gateway.vendors.openai_fields import Json, Refused, chained, program_of
 from parrot.gateway.vendors.parts import AnswerEnd, Part, read_all, stream_parts, whole_parts
@@ -53,6 +55,14 @@ from parrot.serve.config import CoreConfig
 from parrot.utils.tasks import TaskSet
 
 
+class _Ready(NamedTuple):
+    """A response that can be submitted."""
+
+    asked: Asked
+    record: StoredResponse
+    turn: Prepared
+
+
 class Responses:
     """The endpoints' verbs. Owns the tasks of background responses; close it when done."""
 
@@ -65,22 +75,31 @@ class Responses:
     async def close(self) -> None:
         await self._tasks.close()
 
-    def create(
-        self, request: ResponseRequest, caller: Caller
-    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
+    async def prepare(self, request: ResponseRequest, caller: Caller) -> "_Ready | None":
+        """Render the prompt. None: a response has the request's idempotency key already."""
         request.require_support()
-        once = None
-        if caller.idempotency_key is not None and request.is_kept:
-            once = IdempotencyKey(caller.idempotency_key, _fingerprint(request))
-            if (known := self._store.find_by_idempotency_key(caller.tenant, once)) is not None:
-                return self._repeat_answer(known, request)
+        once = _idempotency_key(request, caller)
+        if once is not None and self._store.has_key(caller.tenant, once.key):
+            return None
         record = self._record(request, caller.tenant)
         record.idempotency_key = once
         program = program_of(request, caller)
         asked = Asked(
             request, program, caller.traceparent, caller.request_id, caller.key, caller.client
         )
-        turn, parser = self._submit(asked, record)
+        return _Ready(asked, record, await self._prepared(asked, record))
+
+    def create(
+        self, request: ResponseRequest, caller: Caller, prepared: "_Ready | None"
+    ) -> bytes | Awaitable[bytes] | AsyncGenerator[Events]:
+        once = _idempotency_key(request, caller)
+        if once is not None:
+            known = self._store.find_by_idempotency_key(caller.tenant, once)
+            if known is not None:
+                return self._repeat_answer(known, request)
+        assert prepared is not None, once
+        asked, record, ready = prepared
+        turn, parser = self._submit(asked, ready)
         caller.report_prefix(turn)
         sampling = self._turns.default_sampling(request.model).resolve(request.sampling())
         frame = request.frame(record.id, sampling) | chained(request, [turn])
@@ -112,11 +131,15 @@ class Responses:
         await self.kept.durable(is_stored=True)
         yield [(event["type"], event) for event in replayed_events(orjson.loads(body))]
 
-    def _submit(
+    def _submit(self, asked: Asked, prepared: Prepared) -> tuple[Turn, AnswerParser]:
+        turn = self._turns.submit(prepared)
+        return turn, turn.parser(may_call_many=asked.request.parallel_tool_calls is not False)
+
+    async def _prepared(
         self, asked: Asked, record: StoredResponse, *, is_resumed: bool = False
-    ) -> tuple[Turn, AnswerParser]:
+    ) -> Prepared:
         request, refused = asked.request, Refused()
-        turn = self._turns.submit(
+        return await self._turns.prepare(
             TurnRequest(
                 tenant=record.tenant,
                 model=request.model,
@@ -139,7 +162,6 @@ class Responses:
                 is_resumed=is_resumed,
             )
         )
-        return turn, turn.parser(may_call_many=request.parallel_tool_calls is not False)
 
     async def count(self, request: ResponseRequest, caller: Caller) -> bytes:
         """The number of tokens of the request's prompt."""
@@ -338,10 +360,11 @@ class Responses:
         record: StoredResponse,
         joined: Callable[[], Awaitable[None]],
     ) -> None:
-        def submit() -> tuple[Turn, AnswerParser]:
+        async def submit() -> tuple[Turn, AnswerParser]:
+            prepared = await self._prepared(asked, record, is_resumed=True)
             if job.has_ended:
                 raise Cancelled("the response was cancelled")
-            return self._submit(asked, record, is_resumed=True)
+            return self._submit(asked, prepared)
 
         try:
             asked = Asked.of(fields)
@@ -371,6 +394,12 @@ def _interrupted(frame: Json) -> bytes:
     for _ in writer.write(Unavailable("ServeCore was restarted before the response was complete")):
         pass
     return orjson.dumps(writer.response)
+
+
+def _idempotency_key(request: ResponseRequest, caller: Caller) -> IdempotencyKey | None:
+    if caller.idempotency_key is None or not request.is_kept:
+        return None
+    return IdempotencyKey(caller.idempotency_key, _fingerprint(request))
 
 
 def _fingerprint(request: ResponseRequest) -> str:

@@ -115,6 +115,10 @@ class ResponseStore:
                 return item
         raise NotFound(f"no item `{item_id}` in a stored response", param=param)
 
+    def has_key(self, tenant: str, key: str) -> bool:
+        """Whether a response is stored or in progress for this idempotency key."""
+        return (tenant, key) in self._by_key
+
     def find_by_idempotency_key(self, tenant: str, once: IdempotencyKey) -> StoredResponse | None:
         """The response that is stored or in progress for this key. Raises `Conflict` if the key
         belongs to a different request."""

@@ -292,7 +292,7 @@ def _usage(usage: TokenUsage) -> Json:
 
 
 async def when_served(
-    submit: Callable[[], T],
+    submit: Callable[[], Awaitable[T]],
     joined: Callable[[], Awaitable[None]],
     writable: Callable[[], Awaitable[None]],
 ) -> T:
@@ -301,7 +301,7 @@ async def when_served(
     """
     while True:
         try:
-            return submit()
+            return await submit()
         except NoEngine:
             await joined()
         except InsufficientStorage:
