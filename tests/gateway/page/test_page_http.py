@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 from parrot.gateway.page.visitors import VISIT_S, Visitors, page_key
+from parrot.protocol.errors import AuthenticationFailed
 from parrot.serve.config import CoreConfig
 from parrot.serve.tenants.table import TenantTable
 from tests.server.test_serve_http import ENGINE, Site, open_site
@@ -367,14 +368,63 @@ def test_a_visit_ends() -> None:
         visitors.of(cookie)
 
 
-def test_no_visitor_shuts_out_another_by_coming_often() -> None:
+def refused(visitors: Visitors, cookie: str) -> bool:
+    try:
+        visitors.of(cookie)
+    except AuthenticationFailed:
+        return True
+    return False
+
+
+def test_no_visitor_shuts_out_another_by_coming_and_going_often() -> None:
     visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
-    cookie = visitors.enter(KEY)
-    first, *_, last = (visitors.enter("k1") for _ in range(2000))
+    cookie, stays = visitors.enter(KEY), visitors.enter("k1")
+    left = [visitors.enter("k1") for _ in range(200)]
+    for one in left:
+        visitors.leave(one)
     assert visitors.of(cookie).tenant is None
-    assert visitors.of(last).tenant is not None
-    with pytest.raises(Exception, match="sign in with the key"):
-        visitors.of(first)
+    assert all(refused(visitors, one) for one in left)
+    assert refused(visitors, stays)  # It is as old as the sign-outs that were dropped.
+
+
+def test_a_sign_in_survives_a_restart_with_the_same_token_and_key() -> None:
+    config = CoreConfig(api_keys=("k1", "k2"), cluster_token=TOKEN)
+    before = Visitors(TOKEN, TenantTable(config), ManualClock())
+    page, mine, left = before.enter(KEY), before.enter("k1"), before.enter("k1")
+    before.leave(left)
+    assert refused(before, left)
+    assert not refused(before, mine)
+    after = Visitors(TOKEN, TenantTable(config), ManualClock())
+    assert after.of(page) == before.of(page)
+    assert after.of(mine) == before.of(mine)
+    fewer = TenantTable(config.model_copy(update={"api_keys": ("k2",)}))
+    assert refused(Visitors(TOKEN, fewer, ManualClock()), mine)
+    other = Visitors("another token", TenantTable(config), ManualClock())
+    assert refused(other, page)
+    assert refused(other, mine)
+
+
+def test_a_changed_cookie_is_no_sign_in() -> None:
+    visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
+    page, mine = visitors.enter(KEY), visitors.enter("k1")
+    end, nonce, key_id, signature = mine.split(".")
+    forged = [
+        f"{int(end) + 1}.{nonce}.{key_id}.{signature}",
+        f"{end}.{nonce}..{signature}",
+        f"{end}.{nonce}.{key_id}.{page.split('.')[-1]}",
+        f"{end}.{nonce}.{key_id}.",
+        f"{end}.{nonce}.{key_id}",
+        mine[:-1],
+        f"{mine}0",
+        "",
+        "...",
+        f"{'9' * 5000}.{nonce}.{key_id}.{signature}",
+        f"nan.{nonce}.{key_id}.{signature}",
+        f"{end}.{nonce}.\u00e9.{signature}",
+        f"{end}.{nonce}.{key_id}.\udcff",
+    ]
+    assert not refused(visitors, mine)
+    assert [one for one in forged if not refused(visitors, one)] == []
 
 
 async def test_engines_are_drained_by_the_operator_alone() -> None:
