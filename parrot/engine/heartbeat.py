@@ -24,6 +24,7 @@ from parrot.protocol.failover_client import client_of
 from parrot.protocol.serve_client import RegistrationClient
 from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.logs import LastWarning
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,8 +63,10 @@ class Heartbeat:
         fence: Fence,
         clock: Clock,
         where: Registered,
+        warnings: LastWarning,
     ) -> None:
         self._where = where
+        self._warnings = warnings
         self._client = client
         self._service = service
         self._reorder = reorder
@@ -165,7 +168,11 @@ class Heartbeat:
             asked = self._clock.now()  # The lease starts at the attempt that succeeds.
             runtime = self._service.runtime_info(None if has_failed else told)
             reached = {part.context_id: part.end for part in runtime.outputs}
-            new = {"outputs": [part for part in runtime.outputs if part.ids]}
+            new = {
+                "outputs": [part for part in runtime.outputs if part.ids],
+                "last_warning": self._warnings.text,
+                "warned_at": self._warnings.at,
+            }
             runtime = runtime.model_copy(update=new)
             went_without, has_failed = has_failed, True
             answer = await self._client.engine_heartbeat(engine_id, name, runtime, terms.core)
@@ -253,7 +260,9 @@ def _own_address_towards(host: str, port: int) -> str:
         raise Unavailable(f"no way to {host}: {error.strerror}") from None
 
 
-def registration(config: EngineConfig, front: EngineFront, incarnation: str = "") -> Heartbeat:
+def registration(
+    config: EngineConfig, front: EngineFront, warnings: LastWarning, incarnation: str = ""
+) -> Heartbeat:
     """The heartbeat of an engine, for the ServeCore and the standbys of its config."""
     cores = [(core.host, core.port) for core in (config.serve_core, *config.standby_cores)]
     urls = [f"http://{host}:{port}" for host, port in cores]
@@ -264,4 +273,5 @@ def registration(config: EngineConfig, front: EngineFront, incarnation: str = ""
         front.fence,
         MonotonicClock(),
         Registered(config.beat_s, cores, incarnation),
+        warnings,
     )

@@ -22,6 +22,7 @@ from parrot.protocol.server_config import settled_token
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
 from parrot.utils.ids import new_token
+from parrot.utils.logs import LastWarning
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,8 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     config = config.model_copy(update={"cluster_token": token})
     service, incarnation = create_service(config), new_token()
     app = create_app(service, ReorderBuffer(MonotonicClock()), config, incarnation)
-    heartbeat = registration(config, app.state.front, incarnation) if with_core else None
+    warnings, front = LastWarning(), app.state.front
+    heartbeat = registration(config, front, warnings, incarnation) if with_core else None
 
     async def end_requests() -> None:
         await service.close()
@@ -64,7 +66,8 @@ async def serve(config: AnyEngineConfig, *, with_core: bool = True) -> None:
     engine = asyncio.create_task(run_engine(config, service, heartbeat))
     engine.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
-        await server.serve()
+        with warnings.listening():
+            await server.serve()
     finally:
         engine.cancel()
         await asyncio.gather(engine, return_exceptions=True)

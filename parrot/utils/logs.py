@@ -5,6 +5,8 @@ import json
 import logging
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +20,7 @@ CALLS = logging.getLogger("parrot.calls")
 # Characters to escape. They can come from an engine's name or a library's error. A line break would
 # forge a log line, and a terminal would execute control characters.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+_MAX_WARNING = 256  # Characters of the last warning. The rest is cut off.
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -52,6 +55,28 @@ class LogFile(logging.FileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         return io.TextIOWrapper(open_private(self.baseFilename, is_new=False), "utf-8")
+
+
+class LastWarning(logging.Handler):
+    """Keeps the last warning or error of the log: its message in one line, and its Unix time."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.text = ""
+        self.at: float | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text, self.at = _escaped(record.getMessage())[:_MAX_WARNING], record.created
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Receive what this process logs during the block."""
+        root = logging.getLogger()
+        root.addHandler(self)
+        try:
+            yield
+        finally:
+            root.removeHandler(self)
 
 
 class JsonFormatter(logging.Formatter):

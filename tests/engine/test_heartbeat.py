@@ -1,7 +1,9 @@
 """Registration on virtual time, against a ServeCore that comes, goes and forgets."""
 
 import asyncio
+import logging
 import socket
+import time
 
 import pytest
 from fastapi import Request
@@ -31,6 +33,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.logs import LastWarning
 from tests.support.manual_clock import ManualClock
 
 INTERVAL_S = 3.0
@@ -50,6 +53,8 @@ class FakeServeClient:
         self.fence = Fence()
         self.left: list[tuple[int, float]] = []
         self.outputs: list[list[OutputPart]] = []
+        self.warnings = LastWarning()
+        self.warned: list[tuple[str, float | None]] = []
 
     def _answer(self) -> None:
         self.times.append(self._clock.now())
@@ -68,6 +73,7 @@ class FakeServeClient:
         self, engine_id, engine_name, runtime_info, core
     ) -> HeartbeatResponse:
         self.outputs.append(runtime_info.outputs)
+        self.warned.append((runtime_info.last_warning, runtime_info.warned_at))
         self._answer()
         assert core == f"core{engine_id}"
         assert engine_name == "sim:9001"
@@ -96,6 +102,7 @@ async def scene():
         client.fence,
         clock,
         Registered(INTERVAL_S, [("localhost", 9000)]),
+        client.warnings,
     )
     tasks = []
     client.leave = heartbeat.leave
@@ -117,6 +124,24 @@ async def fill(service, clock):
     filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
     await clock.advance(0.1)
     await filling
+
+
+async def test_a_heartbeat_has_the_last_warning_of_the_log(scene):
+    client, clock, _ = scene
+    with client.warnings.listening():
+        client.start()
+        await clock.advance(INTERVAL_S)
+        log = logging.getLogger("parrot.engine")
+        log.warning("first")
+        log.error("second\nof %d", 2)
+        log.info("no warning")
+        await clock.advance(INTERVAL_S)
+    log.warning("after the server")
+    assert client.warned[0] == ("", None)
+    text, at = client.warned[1]
+    assert text == r"second\nof 2"
+    assert abs(time.time() - at) < 60
+    assert client.warnings.text == text
 
 
 async def test_it_registers_once_and_beats_every_interval(scene):
@@ -427,8 +452,9 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     client = FakeServeClient(clock := MonotonicClock())
     cores = [("core.example", 9000)]
     heartbeat = Heartbeat(
-        client, service, ReorderBuffer(clock), Fence(), clock, Registered(INTERVAL_S, cores)
-    )
+        client, service, ReorderBuffer(clock), Fence(), clock, Registered(INTERVAL_S, cores),
+        LastWarning(),
+    )  # fmt: skip
     running = asyncio.ensure_future(heartbeat.run())
     async with asyncio.timeout(10):
         await client.registered.wait()
@@ -448,6 +474,7 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
         Fence(),
         clock,
         Registered(INTERVAL_S, [("localhost", 9000)]),
+        LastWarning(),
     )
     task = asyncio.ensure_future(heartbeat.run())
     await client.registered.wait()

@@ -37,6 +37,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.logs import LastWarning
 from tests.support.app_server import serve_app
 
 ODD: list[Any] = [
@@ -166,7 +167,7 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
     async with HttpClient(url) as http:
         heartbeat = Heartbeat(
             RegistrationClient(http), service, reorder, Fence(), MonotonicClock(),
-            Registered(0.01, [("127.0.0.1", 1)]),
+            Registered(0.01, [("127.0.0.1", 1)]), LastWarning(),
         )  # fmt: skip
         running = asyncio.create_task(heartbeat.run())
         answers = [{"a": 1}, {"engine_id": 1}, {"state": "maybe"}, [], {"state": "ok"}]

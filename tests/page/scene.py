@@ -271,6 +271,8 @@ def overview() -> Rows:
             free_blocks=1820,
             step_ms=81.0,
             is_draining=True,
+            warning="steps run without compiled kernels, more slowly: no C++ compiler",
+            warned_at=BEGAN - 2700,
         ),
     ]
     engines[0] |= {"host_blocks": 40_000, "host_free_blocks": 26_400}

@@ -1,8 +1,8 @@
 // Is there room, and does sharing work: engines, the prefixes in their KV, and the last decisions.
 import { post, rowsOf, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { ago, count, fullDate, plural, seconds, share } from "./format.js";
-import { Pill } from "./icons.jsx";
+import { ago, clock, count, day, fullDate, plural, seconds, share } from "./format.js";
+import { Glyph, Pill } from "./icons.jsx";
 import { courseOf, engineState, kvShare, useSeries } from "./overview.jsx";
 import { Bones, Empty, Live, Notice, Table, say, useNow, useSlow } from "./parts.jsx";
 import { Prefixes } from "./prefixes.jsx";
@@ -128,6 +128,12 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
           {engine.recomputed_tokens > 0 &&
             `, ${count(engine.recomputed_tokens)} were computed again after an eviction`}
           .
+        </p>
+      )}
+      {engine.warning && (
+        <p class="note dim">
+          <Glyph state="queued" /> Last warning, {day(engine.warned_at)} at {clock(engine.warned_at)}:{" "}
+          {engine.warning}
         </p>
       )}
     </article>

@@ -188,6 +188,8 @@ def _engine_row(engine: EngineView) -> Row:
             "step_ms": round(runtime.recent_average_latency / 1e6, 3),
             "steps": runtime.num_steps,
         }
+        if runtime.last_warning:
+            row |= {"warning": runtime.last_warning, "warned_at": runtime.warned_at}
         if (host := runtime.host_tier) is not None:
             row |= {"host_blocks": host.num_max_blocks, "host_free_blocks": host.num_free_blocks}
         if runtime.server_load is not None:

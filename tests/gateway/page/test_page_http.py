@@ -143,6 +143,21 @@ async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
                 await watch.next()
 
 
+async def test_the_last_warning_of_an_engine_is_shown_to_operators() -> None:
+    async with served(api_keys=("k1",)) as site:
+        await enter(site)
+        inside = {"Authorization": f"Bearer {TOKEN}"}
+        await site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
+        info = {"last_warning": "steps run slowly", "warned_at": 7.5}
+        beat = {"engine_id": 0, "engine_name": "e0", "runtime_info": info}
+        await site.post("/engine_heartbeat", beat, headers=inside)
+        async with watching(site, "overview") as watch:
+            await watch.until("engine:0", warning="steps run slowly", warned_at=7.5)
+        await enter(site, "k1")
+        async with watching(site, "overview") as watch:
+            assert "warning" not in await watch.until("engine:0", engine_name="e0")
+
+
 async def test_a_call_is_seen_from_its_submission_to_its_value() -> None:
     async with served() as site:
         await enter(site)
