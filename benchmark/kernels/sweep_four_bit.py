@@ -1,11 +1,11 @@
 """Tiles for the products with weights of four bits: each candidate, for each product of a layer.
 
     python -m benchmark.kernels.sweep_four_bit [--models Llama-3.1-8B ...] [--rows 8 64]
-        [--group 128] [--ahead 0 16]
+        [--group 128]
 
 Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
-is rows of weights, blocks of a step, stages, warps, and blocks that are requested ahead. Floors:
-the weights once, at the copy rate of an H200."""
+is rows of weights, slices (1 for none) or blocks of a step, stages and warps. Floors: the weights
+once, at the copy rate of an H200."""
 
 import argparse
 import multiprocessing
@@ -16,6 +16,7 @@ from functools import partial
 from unittest.mock import patch
 
 import torch
+from triton import next_power_of_2
 
 from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import normal
@@ -34,10 +35,14 @@ from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
 Tile = tuple[int, int, int, int, int]
-SIZES: Sequence[tuple[int, int, int, int]] = [
-    *((32, 1, 6, 2), (32, 2, 4, 2), (32, 4, 3, 2), (64, 1, 6, 4), (64, 1, 8, 4), (64, 2, 4, 4)),
-    *((64, 2, 6, 4), (64, 4, 3, 4), (128, 1, 4, 4), (128, 1, 6, 4), (128, 2, 3, 4), (128, 2, 4, 4)),
-    *((128, 2, 4, 8), (128, 4, 3, 8), (256, 1, 4, 8), (256, 2, 3, 8)),
+"""Rows of weights, slices, blocks of a step, stages, warps."""
+
+SIZES: Sequence[Tile] = [
+    *((16, 8, 1, stages, 8) for stages in (2, 3, 4)),
+    *((32, 8, 1, stages, 8) for stages in (2, 3, 4)),
+    *((64, 4, 1, 3, 4), (64, 8, 1, 2, 8), (32, 4, 1, 3, 4), (32, 4, 1, 4, 4), (16, 16, 1, 2, 16)),
+    *((64, 1, 2, 4, 4), (64, 1, 4, 3, 4), (128, 1, 1, 4, 4), (128, 1, 1, 6, 4), (128, 1, 2, 3, 4)),
+    *((128, 1, 2, 4, 4), (128, 1, 2, 4, 8), (256, 1, 1, 4, 8)),
 ]
 MAX_MEMBERS = 64
 
@@ -52,12 +57,15 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        outputs, unroll, stages, warps, _ = self.tile
-        members = min(max(16, self.rows), MAX_MEMBERS)
-        step = outputs * (64 + 2 * 4 * (128 // self.group)) + members * 256
-        is_even = self.num_blocks % (self.splits * unroll) == 0
-        is_small = outputs * members // (32 * warps) <= 128  # sums in registers
-        return is_even and is_small and step * unroll * stages <= SHARED_BYTES
+        outputs, slices, unroll, stages, warps = self.tile
+        step = outputs * (64 + 2 * 4 * (128 // self.group)) + self.members * 256
+        is_even = self.num_blocks % (self.splits * unroll * slices) == 0
+        is_small = slices * outputs * self.members // (32 * warps) <= 128  # sums in registers
+        return is_even and is_small and step * unroll * slices * stages <= SHARED_BYTES
+
+    @property
+    def members(self) -> int:
+        return min(max(8, next_power_of_2(self.rows)), MAX_MEMBERS)
 
     @property
     def num_blocks(self) -> int:
@@ -80,23 +88,17 @@ class Candidate:
         return torch.empty(shape, device="cuda", dtype=dtype).squeeze(0)
 
     def run(self, x: torch.Tensor, weights: Sequence[FourBitWords], out: torch.Tensor) -> None:
-        outputs, unroll, stages, warps, ahead = self.tile
-        members = min(max(16, self.rows), MAX_MEMBERS)
-        tile = {"BM": members, "BN": outputs, "UNROLL": unroll, "STAGES": stages, "AHEAD": ahead}
-        tile["num_warps"] = warps
+        outputs, slices, unroll, stages, warps = self.tile
+        tile = {"BM": self.members, "BN": outputs, "SLICES": slices, "UNROLL": unroll}
+        tile |= {"STAGES": stages, "num_warps": warps}
         with patch.object(FourBitProduct, "tile", lambda _: dict(tile)):
             for weight in weights:
                 four_bit_linear(x, weight, out, silu=self.product.silu)
 
 
-def candidates(product: Product, rows: int, group: int, ahead: Sequence[int]) -> list[Candidate]:
-    splits = (1, 2, 4) if product.is_summed else (1,)
-    found = [
-        Candidate(product, rows, group, (*sizes, blocks), count)
-        for sizes in SIZES
-        for blocks in ahead
-        for count in splits
-    ]
+def candidates(product: Product, rows: int, group: int) -> list[Candidate]:
+    splits = (1, 2, 4, 7) if product.is_summed else (1,)
+    found = [Candidate(product, rows, group, tile, count) for tile in SIZES for count in splits]
     return [candidate for candidate in found if candidate.fits]
 
 
@@ -125,12 +127,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=ALL, default=["Llama-3.1-8B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--group", type=int, default=128)
-    parser.add_argument("--ahead", nargs="+", type=int, default=[0, 16])
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     wanted = [
-        (model, candidates(product, rows, args.group, args.ahead))
+        (model, candidates(product, rows, args.group))
         for model in args.models
         for product in products(ALL[model], 1)
         for rows in args.rows

@@ -328,8 +328,9 @@ def four_bit_variant(
     *,
     rows: int = 16,
     outputs: int = 128,
+    slices: int = 1,
     unroll: int = 2,
-    stages: int = 4,
+    stages: int = 3,
     group: int = 128,
     silu: bool = False,
     add: bool = False,
@@ -345,17 +346,23 @@ def four_bit_variant(
     else:
         constants |= dict.fromkeys(added)
     constants |= {"N": 14336, "K": 4096, "GROUP": group, "BM": rows, "BN": outputs, "HALF": True}
-    constants |= {"UNROLL": unroll, "STAGES": stages, "AHEAD": 16, "BLOCKS": 32, "ASSEMBLY": True}
+    constants |= {
+        "UNROLL": unroll,
+        "STAGES": stages,
+        "SLICES": slices,
+        "BLOCKS": 32,
+        "ASSEMBLY": True,
+    }
     return compile_kernel(
         four_bit_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
-        {**constants, "SILU": silu, "ADD": add, "DEPENDENT": True},
+        {**constants, "SILU": silu, "ADD": add, "ASSEMBLY": True, "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )
 
 
-def four_bit_qkv_variant(*, rows: int = 16, outputs: int = 64, warps: int = 4) -> dict[str, Any]:
+def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) -> dict[str, Any]:
     from parrot.engine.kernels.linear.four_bit_kernels import four_bit_qkv_kernel
 
     pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "q_ptr": "*bf16"}
@@ -364,7 +371,7 @@ def four_bit_qkv_variant(*, rows: int = 16, outputs: int = 64, warps: int = 4) -
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "PARTS": 64, "K": 4096}
     constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
-    constants |= {"UNROLL": 2, "STAGES": 4, "AHEAD": 16, "BLOCKS": 32, "HALF": True}
+    constants |= {"UNROLL": 1, "STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
     return compile_kernel(
         four_bit_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},

@@ -1,5 +1,8 @@
 """Products with weights of four bits in Triton's interpreter, against float64 of their numbers."""
 
+import re
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -11,6 +14,7 @@ from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import rope_and_store
 from parrot.engine.kernels.launch import KVView
+from parrot.engine.kernels.linear import four_bit_kernels
 from parrot.engine.kernels.linear.four_bit import (
     four_bit_linear,
     four_bit_numbers,
@@ -195,15 +199,48 @@ def test_products_with_few_programs_are_split() -> None:
 
 @pytest.mark.parametrize("silu", [False, True])
 def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
-    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS, 300):
+    for num_rows in (1, 8, 9, 16, 17, 32, 33, FEW_ROWS, 300):
         for num_out in (64, 1024, 4096, 6144, 28672):
             tile = FourBitProduct(num_rows, num_out, 32, silu).tile()
-            step = tile["BN"] * (64 + 16) + tile["BM"] * 256  # Words, factors and x in bfloat16.
-            assert step * tile["UNROLL"] * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
+            block = tile["BN"] * (64 + 32) + tile["BM"] * 256  # Words, factors and x in bfloat16.
+            step = block * tile["UNROLL"] * tile["SLICES"]
+            assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
 
 
-def test_many_rows_are_not_rotated_by_the_product() -> None:
-    words = words_of(matrix(64, 128, torch.Generator().manual_seed(0)))
-    assert words is not None
-    weight = FourBitWeight.of(words, None)
-    assert not weight.can_rotate(AttentionShape(1, 1, 64, 16), torch.zeros(FEW_ROWS + 1, 128))
+@pytest.mark.parametrize("part", range(4))
+def test_the_instructions_that_unpack_words(part: int) -> None:
+    """The interpreter has no assembly, so this computes its lines for all codes and zeros."""
+    codes, zeros = torch.arange(16)[:, None], torch.arange(17)
+    word = (codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))).expand(16, 17)
+    zero = (-128.0 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
+    registers = {"$1": word, "$2": zero.expand(16, 17)}
+    source = four_bit_kernels._PARTS[part].value
+    for line in re.findall(r"^\s*(shr|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
+        name, into, *operands = line[0], *re.split(r", *", line[1])
+        values = [
+            registers[x] if x in registers else torch.tensor(int(x, 0) & 0xFFFF) for x in operands
+        ]
+        registers[into] = INSTRUCTIONS[name](*values)
+    assert torch.equal(bits_of_bfloat16(registers["$0"]).double(), (codes - zeros).double())
+
+
+def bits_of_bfloat16(bits: torch.Tensor) -> torch.Tensor:
+    return bits.to(torch.int16).view(torch.bfloat16)
+
+
+def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    x, y, z = (bits_of_bfloat16(bits).double() for bits in (a, b, c))
+    return (x * y + z).bfloat16().view(torch.int16).long() & 0xFFFF
+
+
+def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    assert int(table) == 0xEA, "(a and b) or c"
+    return a & b | c
+
+
+INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "shr": lambda a, count: a >> count,
+    "lop3": lop3,
+    "mov": lambda a: a,
+    "fma": fma,
+}

@@ -20,6 +20,7 @@ MAX_SHARED_BYTES = 227 * 1024
 QUANTISED = {"kernel": "attention", "quantised": True}
 E4M3 = {"e4m3": True}
 ROW = {"matrix": False, **E4M3}
+SLICED = {"rows": 8, "outputs": 32, "slices": 8, "unroll": 1, "warps": 8}
 LOCAL = {"window": 512, "softcap": 72.1}
 FILL = {"tiles": True, "own": True}
 LARGE = {"kernel": "attention", "dim": 256, "keys": 32, "warps": 8, **LOCAL}
@@ -93,11 +94,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one row in e4m3": {"kernel": "row", "outputs": 8, **E4M3},
     "one row in e4m3 with silu": {"kernel": "row", "silu": True, **E4M3},
     "one row in e4m3 of many inputs": {"kernel": "row", "size": 14336, "outputs": 2, **E4M3},
-    "four bits": {"kernel": "four bits"},
-    "four bits of 64 rows": {"kernel": "four bits", "rows": 64, "stages": 3, "warps": 8},
-    "four bits with silu": {"kernel": "four bits", "silu": True},
-    "four bits and residual": {"kernel": "four bits", "outputs": 64, "add": True},
-    "four bits in groups of 32": {"kernel": "four bits", "group": 32, "unroll": 1},
+    "four bits": {"kernel": "four bits", **SLICED},
+    "four bits with silu": {"kernel": "four bits", **SLICED, "silu": True},
+    "four bits and residual": {"kernel": "four bits", **SLICED, "add": True},
+    "four bits in groups of 32": {"kernel": "four bits", **SLICED, "group": 32},
+    "four bits of 32 rows": {"kernel": "four bits", "rows": 32},
+    "four bits of 64 rows": {"kernel": "four bits", "rows": 64},
     "four bits, qkv": {"kernel": "four bits qkv"},
     "four bits, numbers": {"kernel": "four bits numbers"},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},

@@ -22,24 +22,17 @@ from parrot.engine.kernels.linear.parts import (
     rotate_and_store,
 )
 
-# Two words become two numbers in bfloat16. 128 + code has the code in its last bits, and 128 + 16
-# code four bits before them.
+# Two words become two numbers in bfloat16: 128 + code has the code in its last four bits.
 _ASSEMBLY = """
     {{
-    .reg .b32 codes, factor;
+    .reg .b32 codes, one;
     shr.b32 codes, $1, {shift};
-    lop3.b32 codes, codes, {mask}, 0x43004300, 0xEA;
-    mov.b32 factor, {factor};
-    fma.rn.bf16x2 $0, codes, factor, $2;
+    lop3.b32 codes, codes, 0x000F000F, 0x43004300, 0xEA;
+    mov.b32 one, 0x3F803F80;
+    fma.rn.bf16x2 $0, codes, one, $2;
     }}
 """
-_LOW = {"mask": "0x000F000F", "factor": "0x3F803F80"}
-_HIGH = {"mask": "0x00F000F0", "factor": "0x3D803D80"}
-_PARTS = tuple(
-    tl.constexpr(_ASSEMBLY.format(shift=shift, **half))
-    for shift in (0, 8)
-    for half in (_LOW, _HIGH)
-)
+_PARTS = tuple(tl.constexpr(_ASSEMBLY.format(shift=4 * part)) for part in range(4))
 _PART_0, _PART_1, _PART_2, _PART_3 = _PARTS
 
 
@@ -52,9 +45,8 @@ def _assembled(words, zero, SOURCE: tl.constexpr):
 
 @triton.jit
 def _part(words, factor, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The codes of 32 inputs [BN, 32] minus the zeros of factors [BN]."""
-    # For a high half of a byte, -8 - zero.
-    zero = (factor & -65536).to(tl.float32, bitcast=True)[:, None] + 120.0 * (P % 2)
+    """The codes of 32 inputs [..., BN, 32] minus the zeros of factors [..., BN]."""
+    zero = tl.expand_dims((factor & -65536).to(tl.float32, bitcast=True), -1)  # -128 - zero.
     if ASSEMBLY:
         if P == 0:
             numbers = _assembled(words, zero, _PART_0)
@@ -66,7 +58,7 @@ def _part(words, factor, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.const
             numbers = _assembled(words, zero, _PART_3)
     else:
         codes = ((words >> (4 * P)) & 15).to(tl.float32)
-        numbers = (codes + (zero + (128.0 - 120.0 * (P % 2)))).to(KIND)
+        numbers = (codes + (zero + 128.0)).to(KIND)
     return numbers
 
 
@@ -86,26 +78,14 @@ def _load_words(at, inside, WHOLE: tl.constexpr):
     if WHOLE:
         words = tl.load(at, eviction_policy="evict_first")
     else:
-        words = tl.load(at, mask=inside[:, None], other=0, eviction_policy="evict_first")
+        mask = tl.expand_dims(inside, -1)
+        words = tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
     return words
 
 
 @triton.jit
 def _load_factors(at, inside, WHOLE: tl.constexpr):
     return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0)
-
-
-@triton.jit
-def _prefetch(words_ptr, row, first_block, K: tl.constexpr, BLOCKS: tl.constexpr):
-    """Request BLOCKS blocks of each row of weights from memory to the L2 cache.
-
-    Weights do not depend on the previous kernel, so this runs while it does."""
-    at = words_ptr + row.to(tl.int64) * ((K + 127) // 128 * 32) + first_block * 32
-    size = tl.full(row.shape, BLOCKS * 64, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [at, size], tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -157,6 +137,63 @@ def _products(
 
 
 @triton.jit
+def _sliced_products(
+    words_ptr,
+    factors_ptr,
+    row,
+    x_row_at,
+    inside,
+    live,
+    first_block,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SLICES: tl.constexpr,
+    STAGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    HALF: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """`_products`, in which each warp has every SLICES-th block.
+
+    A block takes a warp half a microsecond, mostly of latency. So few rows of weights need many
+    warps."""
+    result = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
+    word = tl.arange(0, 32)
+    piece = tl.arange(0, SLICES)
+    row_words: tl.constexpr = (K + 127) // 128 * 32
+    words_at = words_ptr + row.to(tl.int64)[None, :, None] * row_words + word[None, None, :]
+    kind = x_row_at.dtype.element_ty
+    for index in tl.range(0, BLOCKS, SLICES, num_stages=STAGES):
+        block = first_block + index + piece
+        exists = inside[None, :]
+        if BLOCKS % SLICES != 0:
+            exists = exists & (index + piece < BLOCKS)[:, None]
+        even: tl.constexpr = WHOLE & (BLOCKS % SLICES == 0)
+        words = _load_words(words_at + block[:, None, None] * 32, exists, even)
+        for part in tl.static_range(4):
+            if part * 32 % GROUP == 0:
+                group = block * (128 // GROUP) + part * 32 // GROUP
+                factor = _load_factors(
+                    factors_ptr + group[:, None] * ROWS + row[None, :], exists, even
+                )
+                sums = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
+            column = block[:, None] * 128 + part * 32 + word[None, :]
+            is_input = live[None, :, None]
+            if K % 128 != 0 or BLOCKS % SLICES != 0:
+                is_input = is_input & (column < K)[:, None, :]
+            x = tl.load(x_row_at[None, :, :] + column[:, None, :], mask=is_input, other=0.0)
+            codes = _part(words, factor, part, kind, ASSEMBLY)
+            sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
+            if (part + 1) * 32 % GROUP == 0:
+                result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
+    return tl.sum(result, 0)
+
+
+@triton.jit
 def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
     part = tl.arange(0, triton.next_power_of_2(PARTS))[None, :]
     is_part = live[:, None] & (part < PARTS)
@@ -184,7 +221,7 @@ def four_bit_linear_kernel(
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     BIAS: tl.constexpr,
@@ -213,19 +250,24 @@ def four_bit_linear_kernel(
     first_block = tl.program_id(1) * BLOCKS
     if DEPENDENT:
         gdc_launch_dependents()
-        if AHEAD > 0:
-            _prefetch(words_ptr, row, first_block, K, min(AHEAD, BLOCKS))
         gdc_wait()
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
     if ADD:
         before = tl.load(residual_ptr + place, mask=both, other=0.0)
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
-    result = _products(
-        words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
-        2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0, HALF,
-        ASSEMBLY,
-    )  # fmt: skip
+    if SLICES > 1:
+        result = _sliced_products(
+            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
+            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, N % OUTPUTS == 0, HALF,
+            ASSEMBLY,
+        )  # fmt: skip
+    else:
+        result = _products(
+            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
+            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0, HALF,
+            ASSEMBLY,
+        )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
     if BIAS:
@@ -273,7 +315,7 @@ def four_bit_qkv_kernel(
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
+    SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     BIAS: tl.constexpr,
@@ -295,15 +337,19 @@ def four_bit_qkv_kernel(
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
     if DEPENDENT:
         gdc_launch_dependents()
-        if AHEAD > 0:
-            _prefetch(words_ptr, row, 0, K, min(AHEAD, BLOCKS))
         gdc_wait()
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)
-    result = _products(
-        words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-        (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, True, HALF, ASSEMBLY,
-    )  # fmt: skip
+    if SLICES > 1:
+        result = _sliced_products(
+            words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
+            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, True, HALF, ASSEMBLY,
+        )  # fmt: skip
+    else:
+        result = _products(
+            words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
+            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, True, HALF, ASSEMBLY,
+        )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
     if BIAS:

@@ -8,7 +8,9 @@ from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
 MOST_ROWS = 512  # With more rows, a product with the dequantised weight is faster.
 
-_MIN_ROWS = 16  # Smallest dimension of an operand of the tensor core.
+_MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
+_SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
+_MANY_OUTPUTS = 8192
 _MAX_ROWS = 64  # Rows of a program.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
@@ -40,17 +42,19 @@ class FourBitProduct:
     def tile(self) -> dict[str, int]:
         """Launch arguments."""
         members = min(max(_MIN_ROWS, triton.next_power_of_2(self.rows)), _MAX_ROWS)
-        outputs, unroll, stages, warps = self._sizes(members)
+        outputs, slices, unroll, stages, warps = self._sizes(members)
         return {
             "BM": members,
             "BN": outputs,
+            "SLICES": slices,
             "UNROLL": 1 if self.blocks % unroll else unroll,
             "STAGES": stages,
-            "AHEAD": 16,
             "num_warps": warps,
         }
 
-    def _sizes(self, members: int) -> tuple[int, int, int, int]:
-        """Rows of weights, blocks of a step of the loop, stages and warps."""
-        outputs = 128 if self.outputs > 8192 else 64
-        return outputs, 2, 4 if members <= 32 else 3, 4 if members <= 32 else outputs // 16
+    def _sizes(self, members: int) -> tuple[int, int, int, int, int]:
+        """Rows of weights, slices, blocks of a step of the loop, stages and warps."""
+        if members <= _SLICED_ROWS:
+            return 32, 8, 1, 3, 8
+        outputs = 128 if self.outputs > _MANY_OUTPUTS else 64
+        return outputs, 1, 2, 3, outputs // 32
