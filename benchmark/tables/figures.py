@@ -112,6 +112,29 @@ def e4m3_weights() -> str:
     return _with_source(["Llama-3.1-8B in FP8", "Parrot", "vLLM 0.25.1"], rows, name)
 
 
+def families() -> str:
+    """Steps and prompts of three models of other families, and forks inside of windows."""
+    theirs = load("baseline_vllm-0.25.1-gemma-3-12b.json")
+    files = ("engine_gpu_families", "engine_gpu_gemma-3-27b")
+    rows: list[list[Cell]] = []
+    for row in (row for file in files for row in load(f"{file}.json")["rows"]):
+        if "floor_ms" not in row:
+            continue
+        key = f"{row['case'].split(' ctx')[0].replace(' B=', '_b').replace(' ', '_')}_ms"
+        other = f"{digits(theirs[key])} ms" if row["model"] == theirs["model"] else "-"
+        rows.append(
+            [
+                row["model"],
+                row["case"],
+                f"{digits(row['ms'])} ms",
+                f"{row['floor_ms']:.1f} ms",
+                other,
+            ]
+        )
+    heads = ["model", "case", "Parrot", "floor", "vLLM 0.25.1"]
+    return _with_source(heads, rows, *files, "baseline_vllm-0.25.1-gemma-3-12b")
+
+
 def applications() -> str:
     found = load(f"{_SIDE_BY_SIDE}.json")
     apps = {
