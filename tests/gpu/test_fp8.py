@@ -1,5 +1,7 @@
 """Products with weights in e4m3 on the device, against float32 of the same numbers."""
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -23,6 +25,12 @@ def matrix(outputs: int, inputs: int) -> Fp8Matrix:
     return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, device="cuda") + 0.5))
 
 
+def blocks(outputs: int, inputs: int) -> Fp8Matrix:
+    """Random weights with a factor for each block of 128 x 128."""
+    factors = torch.rand(outputs // 128, inputs // 128, device="cuda") + 0.5
+    return Fp8Matrix(matrix(outputs, inputs).codes, factors * inputs**-0.5 / 100)
+
+
 def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
     codes, powers = row_codes(x)
     return codes.double() @ weight.numbers().double().T * powers.double()
@@ -37,24 +45,28 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> No
     ).max()
 
 
+@pytest.mark.parametrize("make", [matrix, blocks])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 2048)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 300])
-def test_products(outputs: int, inputs: int, rows: int) -> None:
-    weight = matrix(outputs, inputs)
+def test_products(
+    outputs: int, inputs: int, rows: int, make: Callable[[int, int], Fp8Matrix]
+) -> None:
+    weight = make(outputs, inputs)
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     expected = product(x, weight)
     assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected, inputs)
     if rows <= 64:
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
-        read = measured_rows(x, weight.codes, outputs)
+        read = measured_rows(x, weight.codes, weight.scales, outputs)
         few_rows_linear(read, weight.codes, out, scales=weight.scales)
         assert_close(out, expected, inputs)
 
 
+@pytest.mark.parametrize("make", [matrix, blocks])
 @pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
-def test_a_layer_of_products(rows: int) -> None:
+def test_a_layer_of_products(rows: int, make: Callable[[int, int], Fp8Matrix]) -> None:
     hidden, inner = 4096, 14336
-    gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
+    gate_up, down = make(2 * inner, hidden), make(hidden, inner)
     x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
     gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
     middle = Fp8Weight.of(gate_up, None).gated(x, for_e4m3=True)

@@ -1,4 +1,4 @@
-"""Weights in e4m3: one byte per number, and a factor per output.
+"""Weights in e4m3: one byte per number, and a factor per output, or per block of 128 x 128.
 
 Rows of activations are rounded to e4m3 as well, with a power of two each
 (`attention.quantised.quantise`). Products of few and of many rows compute the same function, so an
@@ -12,14 +12,16 @@ import torch
 
 from parrot.engine.attention.quantised import quantise
 
+BLOCK = 128  # Outputs and inputs of a block with one factor.
 ALIGNMENT = 16  # The matrix products on a GPU need inputs and outputs in multiples of this.
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A matrix whose number [r, c] is codes[r, c] * scales[r].
+    """A matrix whose number [r, c] is codes[r, c] * scales[r], or times scales[r / 128, c / 128].
 
-    `codes` e4m3 [outputs, inputs]; `scales` float32 [outputs]."""
+    `codes` e4m3 [outputs, inputs]; `scales` float32 [outputs], or [outputs / 128, inputs / 128]
+    without a rest."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -38,7 +40,16 @@ class Fp8Matrix:
 
     def numbers(self) -> torch.Tensor:
         """The numbers, float32 [outputs, inputs]."""
-        return self.codes.float().mul_(self.scales.unsqueeze(1))
+        numbers = self.codes.float()
+        if not self.is_blocked:
+            return numbers.mul_(self.scales.unsqueeze(1))
+        blocks = numbers.view(len(self.scales), BLOCK, -1, BLOCK)
+        return blocks.mul_(self.scales[:, None, :, None]).view_as(numbers)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether blocks have factors, and not outputs."""
+        return self.scales.dim() == 2
 
     @property
     def num_bytes(self) -> int:
@@ -65,6 +76,8 @@ def fp8_product(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Rows from `row_codes` times the weight, plus bias [rows, outputs]."""
+    if matrix.is_blocked:
+        return _block_product(codes, powers, matrix, bias, dtype)
     if codes.device.type == "cpu":
         product = codes.float() @ matrix.codes.float().t()
         product = product.mul_(powers).mul_(matrix.scales)
@@ -78,6 +91,23 @@ def fp8_product(
         out_dtype=dtype,
         use_fast_accum=True,  # Sums of 14 bits, whose error is far below that of e4m3.
     )
+
+
+def _block_product(
+    codes: torch.Tensor,
+    powers: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if codes.device.type == "cpu":
+        product = (codes.float() @ matrix.numbers().t()).mul_(powers).to(dtype)
+    else:
+        # cuBLAS wants a factor for 128 inputs of a row, with the rows contiguous.
+        factors = powers.t().expand(matrix.scales.shape[1], -1).contiguous().t()
+        scales = matrix.scales.t()
+        product = torch._scaled_mm(codes, matrix.codes.t(), factors, scales, out_dtype=dtype)
+    return product if bias is None else product.add_(bias)
 
 
 def row_codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,15 +5,19 @@ from typing import ClassVar
 
 import torch
 
+from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, silu_mul
 from parrot.engine.kernels.linear.products import (
     MeasuredRows,
     Rows,
+    can_rotate,
     few_rows_add_and_norm,
     few_rows_gated,
     few_rows_linear,
     few_rows_qkv,
+    is_blocked,
     measured_rows,
+    num_splits,
 )
 from parrot.engine.kernels.linear.tiles import Product
 from parrot.engine.kernels.row_codes import CodedRows, row_codes
@@ -48,18 +52,18 @@ class Fp8Weight(LayerWeight):
         return self._few(x, out) if len(rows) else out
 
     def _few(self, x: Rows, out: torch.Tensor) -> torch.Tensor:
-        measured = measured_rows(x, self.weight, len(self.weight))
+        measured = measured_rows(x, self.weight, self.scales, len(self.weight))
         return few_rows_linear(measured, self.weight, out, bias=self.bias, scales=self.scales)
 
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
-        measured = measured_rows(x, self.weight, len(self.weight))
+        measured = measured_rows(x, self.weight, self.scales, len(self.weight))
         return few_rows_qkv(measured, self.weight, *where, bias=self.bias, scales=self.scales)
 
     def gated(self, x: Normed, *, for_e4m3: bool) -> Normed:
         width = len(self.weight) // 2
         if (few := few_rows(x)) is not None:
             rows = rows_of(few)
-            measured = measured_rows(few, self.weight, width, silu=True)
+            measured = measured_rows(few, self.weight, self.scales, width, silu=True)
             out = rows.new_empty(len(rows), width)
             return few_rows_gated(measured, self.weight, out, bias=self.bias, scales=self.scales)
         both = self(x)
@@ -96,7 +100,18 @@ class Fp8Weight(LayerWeight):
         """Whether this product and the next one have whole rows of weights per program."""
         num_out, num_in = self.weight.shape
         dtype = self.weight.dtype
-        return all(Product(num_rows, num_out, size, dtype).is_row for size in (num_in, num_out))
+        return not is_blocked(self.scales) and all(
+            Product(num_rows, num_out, size, dtype).is_row for size in (num_in, num_out)
+        )
+
+    def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
+        return can_rotate(shape, x, self.weight, self.scales)
+
+    def _num_splits(self, x: Normed) -> int:
+        few = few_rows(x)
+        if few is None or self.bias is not None:
+            return 1
+        return num_splits(rows_of(few), self.weight, self.scales)
 
     def _into(self, part: torch.Tensor, x: Normed) -> None:
         if (few := few_rows(x)) is not None:

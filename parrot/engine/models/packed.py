@@ -10,7 +10,7 @@ from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.four_bit_linear import WordsLinear, words_of
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
 from parrot.engine.models.layers import FourBitLinear, Linear
-from parrot.engine.models.quantisation import group_size, has_row_factors
+from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.spec import HFConfig
 
 Packed = FourBit | Fp8Matrix
@@ -32,7 +32,7 @@ class Weights(Enum):
             return None
         if (group := group_size(config)) is not None:
             return 0.5 + _FACTOR_BYTES / min(group, BLOCK)
-        return 1.0 if has_row_factors(config) else None
+        return 1.0 if stays_e4m3(config) else None
 
 
 def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
@@ -40,7 +40,8 @@ def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear 
     four_bit = [part for part in parts if isinstance(part, FourBit)]
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
     if fp8 and not four_bit:
-        return Fp8Linear(Fp8Matrix.joined(fp8), bias)
+        same = len({part.is_blocked for part in fp8}) == 1
+        return Fp8Linear(Fp8Matrix.joined(fp8), bias) if same else None
     whole = FourBit.joined(four_bit) if four_bit and not fp8 else None
     if whole is None:
         return None

@@ -26,10 +26,12 @@ class FourBitFormat(Enum):
     PACKED = "pack-quantized"
 
 
-def has_row_factors(config: HFConfig) -> bool:
-    """Whether matrices are in e4m3 with a factor for each row or one for all."""
+def stays_e4m3(config: HFConfig) -> bool:
+    """Whether the products of a GPU can have the matrices of a checkpoint in e4m3.
+
+    They have one factor, a factor for each row, or one for each block of 128 x 128 numbers."""
     is_fp8 = bool(config.get("quantization_config")) and four_bit_format(config) is None
-    return is_fp8 and block_size(config) is None
+    return is_fp8 and block_size(config) in (None, (128, 128))
 
 
 def require_readable(config: HFConfig) -> None:

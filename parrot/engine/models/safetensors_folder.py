@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from parrot.engine.models.fp8 import Fp8Matrix
+from parrot.engine.models.fp8 import BLOCK, Fp8Matrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.reading import usable
 from parrot.utils.config import ConfigError
@@ -56,25 +56,40 @@ class SafetensorsFolder:
         return tensor.float().mul_(factors)
 
     def packed(self, name: str, device: torch.device, part: Part | None = None) -> Fp8Matrix | None:
-        """The matrix if it is in e4m3 with one factor, or one per row."""
+        """The matrix if it is in e4m3 with one factor, one per row, or one per whole block."""
         # The header and the factors tell whether it is. Other matrices are only read by `get`.
-        num_rows = self._e4m3_rows(name, part)
-        if num_rows is None:
+        shape = self._e4m3_shape(name, part)
+        if shape is None:
             return None
-        factors = _row_factors(self._scales_of(name, device), num_rows, part)
-        if factors is None:
-            return None
-        return Fp8Matrix(self._read(name, device, part), factors.flatten().contiguous())
+        scales = self._scales_of(name, device)
+        factors = _row_factors(scales, shape[0], part)
+        if factors is not None:
+            return Fp8Matrix(self._read(name, device, part), factors.flatten().contiguous())
+        blocks = self._whole_blocks(scales, shape, part)
+        return None if blocks is None else Fp8Matrix(self._read(name, device, part), blocks)
 
-    def _e4m3_rows(self, name: str, part: Part | None) -> int | None:
-        """The rows of a matrix in e4m3 or of a part of it; None for other types."""
+    def _whole_blocks(
+        self, scales: torch.Tensor, shape: tuple[int, ...], part: Part | None
+    ) -> torch.Tensor | None:
+        """The factors of the blocks of a matrix or of a part of it; None if it splits a block."""
+        if self._block != (BLOCK, BLOCK) or scales.dim() != 2 or any(x % BLOCK for x in shape):
+            return None
+        if part is None:
+            return scales.contiguous()
+        if part.start % BLOCK or scales.shape[part.dim] * BLOCK != part.size:
+            return None
+        first, count = part.start // BLOCK, shape[part.dim] // BLOCK
+        return scales.narrow(part.dim, first, count).contiguous()
+
+    def _e4m3_shape(self, name: str, part: Part | None) -> tuple[int, ...] | None:
+        """The shape of a matrix in e4m3 or of a part of it; None for other types."""
         path = self._file_of[name]
         with usable(str(path)), safe_open(path, framework="pt") as file:
             found = file.get_slice(name)
             whole = tuple(found.get_shape())
             if found.get_dtype() != _E4M3 or len(whole) != 2:
                 return None
-        return whole[0] if part is None or whole[part.dim] != part.size else part.shape(whole)[0]
+        return whole if part is None or whole[part.dim] != part.size else part.shape(whole)
 
     def _read(self, name: str, device: torch.device, part: Part | None) -> torch.Tensor:
         path = self._file_of[name]

@@ -10,7 +10,7 @@ from parrot.engine.models.checkpoint import Checkpoint
 from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.quantisation import group_size, has_row_factors
+from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.tensors import is_matrix
 from parrot.utils.config import ConfigError
 
@@ -38,7 +38,7 @@ def choose_weights(
         return Weights.KEPT if dtype is torch.bfloat16 else Weights.PLAIN
     in_e4m3 = config.dtype == "fp8" or group_size(checkpoint.config) is None
     reason = _without_kernels(device, E4M3 if in_e4m3 else _FOUR_BIT)
-    if in_e4m3 and reason is None and (config.dtype == "fp8" or has_row_factors(checkpoint.config)):
+    if in_e4m3 and reason is None and (config.dtype == "fp8" or stays_e4m3(checkpoint.config)):
         reason = unaligned(_matrix_shapes(checkpoint, shard))
     if config.dtype == "fp8":
         if reason is not None:

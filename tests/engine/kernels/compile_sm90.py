@@ -279,6 +279,7 @@ def linear_variant(
     silu: bool = False,
     add: bool = False,
     e4m3: bool = False,
+    blocked: bool = False,
     stages: int = 4,
     warps: int = 4,
 ) -> dict[str, Any]:
@@ -294,7 +295,7 @@ def linear_variant(
     else:
         pointers["squares_ptr"] = "*fp32"
         constants |= {**dict.fromkeys(added), "PARTS": 80}
-    constants |= {"N": 5120, "K": 5120}
+    constants |= {"N": 5120, "K": 5120, "BLOCKED": blocked}
     constants |= {"BM": rows, "BN": outputs, "BK": columns, "STAGES": stages, "SPLIT": 5120}
     return compile_kernel(
         few_rows_linear_kernel,

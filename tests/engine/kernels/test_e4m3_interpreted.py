@@ -1,5 +1,7 @@
 """Products with weights in e4m3 in Triton's interpreter, against float64 of the same numbers."""
 
+from collections.abc import Callable
+
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -46,6 +48,13 @@ def matrix(outputs: int, inputs: int, generator: torch.Generator) -> Fp8Matrix:
     return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, generator=generator) + 0.5))
 
 
+def blocks(outputs: int, inputs: int, generator: torch.Generator) -> Fp8Matrix:
+    """Random weights with a factor for each block of 128 x 128."""
+    found = matrix(outputs, inputs, generator)
+    factors = torch.rand(outputs // 128, inputs // 128, generator=generator) + 0.5
+    return Fp8Matrix(found.codes, factors * inputs**-0.5 / 100)
+
+
 def test_rows_are_rounded_to_the_same_bits_as_in_torch() -> None:
     x = torch.randn(40, 300) * torch.exp2(torch.randint(-40, 40, (40, 300)).float())
     x[3] = 0
@@ -73,7 +82,7 @@ def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias:
     x = torch.randn(num_rows, size, generator=generator)
     bias = torch.randn(len(weight.codes), generator=generator) if with_bias else None
     out = torch.full((num_rows, num_out), float("nan"))
-    read = measured_rows(x, weight.codes, num_out, silu=silu)
+    read = measured_rows(x, weight.codes, weight.scales, num_out, silu=silu)
     few_rows_linear(read, weight.codes, out, bias=bias, scales=weight.scales, silu=silu)
     whole = numbers_of(x) @ weight.numbers().double().T
     if bias is not None:
@@ -85,6 +94,25 @@ def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias:
     assert relative_error(out, expected) < 1e-5
     many = fp8_product(*row_codes(x), weight, bias, x.dtype)
     assert relative_error(many, whole) < 1e-5, "few and many rows compute the same function"
+
+
+@pytest.mark.parametrize("silu", [False, True])
+@pytest.mark.parametrize(("num_rows", "num_out"), [(1, 128), (3, 256), (17, 128), (FEW_ROWS, 256)])
+def test_products_with_factors_of_blocks(num_rows: int, num_out: int, silu: bool) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    size = 384
+    weight = blocks(2 * num_out if silu else num_out, size, generator)
+    x = torch.randn(num_rows, size, generator=generator)
+    out = torch.full((num_rows, num_out), float("nan"))
+    read = measured_rows(x, weight.codes, weight.scales, num_out, silu=silu)
+    few_rows_linear(read, weight.codes, out, scales=weight.scales, silu=silu)
+    whole = numbers_of(x) @ weight.numbers().double().T
+    many = fp8_product(*row_codes(x), weight, None, x.dtype)
+    assert relative_error(many, whole) < 1e-5, "few and many rows compute the same function"
+    if silu:
+        gate, up = whole.split(num_out, dim=1)
+        whole = F.silu(gate) * up
+    assert relative_error(out, whole) < 1e-5
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -100,13 +128,14 @@ def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None
 
 @pytest.mark.parametrize("num_rows", [1, 2, 20, FEW_ROWS, FEW_ROWS + 1])
 @pytest.mark.parametrize("is_last", [False, True])
-def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
+@pytest.mark.parametrize("make", [matrix, blocks])
+def test_a_layer_of_products(num_rows: int, is_last: bool, make: Callable[..., Fp8Matrix]) -> None:
     """The kernels between products measure or round the rows."""
     generator = torch.Generator().manual_seed(num_rows)
-    hidden, inner = 96, 1024
+    hidden, inner = 128 if make is blocks else 96, 1024
     assert Product(20, hidden, inner, torch.float8_e4m3fn).num_splits == 4
-    gate_up, down = matrix(2 * inner, hidden, generator), matrix(hidden, inner, generator)
-    following = matrix(42, hidden, generator)
+    gate_up, down = make(2 * inner, hidden, generator), make(hidden, inner, generator)
+    following = make(128, hidden, generator)
     x, residual = torch.randn(2, num_rows, hidden, generator=generator)
     gain, before = torch.rand(hidden, generator=generator) + 0.5, residual.double()
 
@@ -115,7 +144,7 @@ def test_a_layer_of_products(num_rows: int, is_last: bool) -> None:
     weight = Fp8Weight.of(down, None)
     normed = weight.add_and_norm(middle, residual, norm, for_e4m3=not is_last)
     assert isinstance(normed, CodedRows) == (num_rows > FEW_ROWS and not is_last)
-    assert isinstance(normed, UndividedRows) == (num_rows == 1)
+    assert isinstance(normed, UndividedRows) == (num_rows == 1 and make is matrix)
     last = Fp8Weight.of(following, None)(normed)
 
     gate, up = (numbers_of(x) @ gate_up.numbers().double().T).split(inner, dim=1)
@@ -167,16 +196,21 @@ def _numbers(x: Normed) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "undivided"), [(1, False), (1, True), (2, False), (5, False), (50, False)]
+    ("num_rows", "undivided", "make"),
+    [
+        *((1, undivided, matrix) for undivided in (False, True)),
+        *((rows, False, make) for rows in (2, 5, 50) for make in (matrix, blocks)),
+    ],
 )
-def test_qkv(num_rows: int, undivided: bool) -> None:
-    heads, kv_heads, dim, page, size = 3, 1, 64, 16, 40
+def test_qkv(num_rows: int, undivided: bool, make: Callable[..., Fp8Matrix]) -> None:
+    heads, kv_heads, dim, page = 4, 1, 64, 16
+    size = 256 if make is blocks else 40
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(num_rows)
-    weight = matrix((heads + 2 * kv_heads) * dim, size, generator)
+    weight = make((heads + 2 * kv_heads) * dim, size, generator)
     x = torch.randn(num_rows, size, generator=generator)
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
-    maxima = x.abs().view(num_rows, 2, 20).amax(2).view(torch.int32)
+    maxima = x.abs().view(num_rows, 2, -1).amax(2).view(torch.int32)
     read: Rows = UndividedRows(x, squares, 1e-5) if undivided else MeasuredRows(x, maxima)
     positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
     table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
@@ -197,11 +231,12 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
         assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
 
 
+@pytest.mark.parametrize("blocked", [False, True])
 @pytest.mark.parametrize(("silu", "is_split"), [(False, False), (True, False), (False, True)])
-def test_tiles_fit_a_multiprocessor(silu: bool, is_split: bool) -> None:
+def test_tiles_fit_a_multiprocessor(silu: bool, is_split: bool, blocked: bool) -> None:
     for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
         for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
-            product = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu)
+            product = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu, blocked)
             tile = product.matrix_tile(is_split=is_split)
             row_bytes = tile["BN"] * (2 if silu else 1) + 2 * tile["BM"]  # x is in bfloat16
             moved = row_bytes * tile["BK"] * tile["STAGES"] + tile["BM"] * tile["BK"]

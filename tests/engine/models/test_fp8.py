@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,13 @@ def per_row(name: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {name: codes, f"{name}_scale": scale}, codes.float() * scale
 
 
-def per_block(name: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """Blocks of 32 rows and 16 columns; the last ones may be smaller."""
+def per_block(
+    name: str, numbers: torch.Tensor, height: int = 32, width: int = 16
+) -> tuple[Tensors, torch.Tensor]:
+    """The last blocks may be smaller."""
     rows, columns = numbers.shape
-    scale = torch.rand(-(-rows // 32), -(-columns // 16)) + 0.01
-    whole = scale.repeat_interleave(32, 0)[:rows].repeat_interleave(16, 1)[:, :columns]
+    scale = torch.rand(-(-rows // height), -(-columns // width)) + 0.01
+    whole = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
     codes = (numbers / whole).clamp(-448, 448).to(FP8)
     return {name: codes, f"{name}_scale_inv": scale}, codes.float() * whole
 
@@ -55,14 +58,25 @@ FORMATS: dict[str, tuple[Callable[..., tuple[Tensors, torch.Tensor]], dict[str, 
     "per matrix": (per_matrix, {"quant_method": "fp8", "activation_scheme": "static"}),
     "per row": (per_row, {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "per block": (per_block, {"quant_method": "fp8", "weight_block_size": [32, 16]}),
+    "per block of 128": (
+        partial(per_block, height=128, width=128),
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    ),
+}
+WHOLE_BLOCKS = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
 }
 
 
 def make_checkpoints(folder: Path, kind: str) -> tuple[Path, Path]:
     """A checkpoint in e4m3, and one with the same numbers in float32."""
     torch.manual_seed(0)
-    rounded = make_tiny_model(folder / "rounded", "llama")
-    plain = make_tiny_model(folder / "plain", "llama")
+    sizes = WHOLE_BLOCKS if kind == "per block of 128" else {}
+    rounded = make_tiny_model(folder / "rounded", "llama", overrides=sizes)
+    plain = make_tiny_model(folder / "plain", "llama", overrides=sizes)
     rounds, config = FORMATS[kind]
     tensors = load_file(plain / "model.safetensors")
     codes, numbers = dict(tensors), dict(tensors)
@@ -99,7 +113,7 @@ def test_the_numbers_are_those_of_the_checkpoint(tmp_path: Path, kind: str) -> N
     assert relative_error(logits_of(decoder, tokens), expected.double()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", ["per matrix", "per row"])
+@pytest.mark.parametrize("kind", ["per matrix", "per row", "per block of 128"])
 def test_matrices_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
     rounded, plain = make_checkpoints(tmp_path, kind)
     kept = load_decoder(open_checkpoint(str(rounded)), torch.float32, CPU, weights=Weights.E4M3)
@@ -113,7 +127,7 @@ def test_matrices_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
         assert all(isinstance(linear, Fp8Linear) for linear in layer.linears)
     tokens = torch.arange(40) * 5
     # Only the activations are rounded, to a sixteenth of themselves at most.
-    assert relative_error(logits_of(kept, tokens), logits_of(exact, tokens).double()) < 0.2
+    assert relative_error(logits_of(kept, tokens), logits_of(exact, tokens).double()) < 0.25
     assert kept.num_bytes < exact.num_bytes
 
 
@@ -131,13 +145,22 @@ def test_parts_of_matrices(tmp_path: Path, kind: str) -> None:
     numbers = load_file(plain / "model.safetensors")
     for name in filter(is_rounded, numbers):
         for dim, size in enumerate(numbers[name].shape):
-            part = Part(dim, size // 4, size // 2, size)
+            part = Part(dim, size // 2, size, size)
             expected = part.of(numbers[name])
             assert torch.equal(checkpoint.take(name, CPU, part), expected)
             packed = checkpoint.take_packed(name, CPU, part)
             assert (packed is None) == (kind == "per block")
             if packed is not None:
                 assert torch.equal(packed.numbers(), expected)
+
+
+def test_a_part_that_splits_a_block_is_converted(tmp_path: Path) -> None:
+    rounded, _ = make_checkpoints(tmp_path, "per block of 128")
+    checkpoint = open_checkpoint(str(rounded))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert checkpoint.take_packed(name, CPU, Part(0, 64, 192, 512)) is None
+    assert checkpoint.take_packed(name, CPU, Part(1, 128, 192, 256)) is None
+    assert checkpoint.take(name, CPU, Part(0, 64, 192, 512)).shape == (128, 256)
 
 
 def test_rounded_numbers_are_exact_in_bfloat16() -> None:

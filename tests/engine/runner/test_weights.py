@@ -124,7 +124,8 @@ def test_each_rank_checks_its_own_part(caplog: pytest.LogCaptureFixture) -> None
     ("found", "device", "expected"),
     [
         (FP8, GPU, 1.0),
-        (BLOCKS, GPU, None),
+        (BLOCKS, GPU, 1.0),
+        (FP8 | {"weight_block_size": [64, 128]}, GPU, None),
         (AWQ, GPU, 0.5 + 4 / 64),
         (AWQ | {"group_size": -1}, GPU, 0.5 + 4 / 128),
         (AWQ, CPU, None),

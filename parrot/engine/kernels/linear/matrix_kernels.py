@@ -42,6 +42,13 @@ def _load_scale(at, inside, E4M3: tl.constexpr):
 
 
 @triton.jit
+def _add_block(result, weight, x, scales_at, column, inside):
+    """Add the product of 128 inputs times the scale of their block of weights."""
+    product = tl.dot(weight, tl.trans(x), input_precision="ieee")
+    return result + product * _load_column(scales_at + column // 128, inside)
+
+
+@triton.jit
 def _powers(maxima_ptr, member, live, BM: tl.constexpr, MAXIMA: tl.constexpr, E4M3: tl.constexpr):
     """The power of two of each row in e4m3, as its inverse and itself; 1 without E4M3."""
     inverse = tl.full([BM], 1.0, tl.float32)
@@ -68,6 +75,8 @@ def _products(
     inside,
     live,
     inverse,
+    scales_at,
+    up_scales_at,
     K: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -76,11 +85,13 @@ def _products(
     BOTH: tl.constexpr,
     ALL_INSIDE: tl.constexpr,
     E4M3: tl.constexpr,
+    BLOCKED: tl.constexpr,
 ):
     """BN rows of weights times BM rows of x, float32 [BN, BM].
 
-    BOTH  the same for BN other rows
-    E4M3  rows of x times `inverse` are rounded to e4m3, the type of the weights"""
+    BOTH     the same for BN other rows
+    E4M3     rows of x times `inverse` are rounded to e4m3, the type of the weights
+    BLOCKED  blocks of 128 inputs have scales at `scales_at` of each row; BK is 128"""
     # The weights are the tall operand of the tensor core, so few rows of x waste little of it.
     result = tl.zeros([BN, BM], dtype=tl.float32)
     other = tl.zeros([BN, BM], dtype=tl.float32)
@@ -93,10 +104,16 @@ def _products(
             x = float8_of(x.to(tl.float32) * inverse[:, None])
         tile = inside[:, None] & (column < K)
         weight = _load_weight(row_at + column, tile, whole)
-        result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
+        if BLOCKED:
+            result = _add_block(result, weight, x, scales_at, first, inside)
+        else:
+            result = tl.dot(weight, tl.trans(x), result, input_precision="ieee")
         if BOTH:
             weight = _load_weight(up_row_at + column, tile, whole)
-            other = tl.dot(weight, tl.trans(x), other, input_precision="ieee")
+            if BLOCKED:
+                other = _add_block(other, weight, x, up_scales_at, first, inside)
+            else:
+                other = tl.dot(weight, tl.trans(x), other, input_precision="ieee")
     return result, other
 
 
@@ -128,6 +145,7 @@ def few_rows_linear_kernel(
     SILU: tl.constexpr,
     ADD: tl.constexpr,
     E4M3: tl.constexpr,
+    BLOCKED: tl.constexpr,
     MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -139,6 +157,7 @@ def few_rows_linear_kernel(
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
     E4M3       weights are e4m3 times scales [N or 2 N]; rows of x, with maxima [rows, MAXIMA] of
                their parts, are rounded to e4m3; with SILU, maxima_out [rows, programs]
+    BLOCKED    scales are [rows of weights / 128, K / 128] (e4m3 only)
     DEPENDENT  the previous kernel, which writes all inputs except parameters, may still run"""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
@@ -150,8 +169,11 @@ def few_rows_linear_kernel(
     row_at = weight_ptr + row.to(tl.int64)[:, None] * K + first
     up_row_at = row_at + tl.full([], N, tl.int64) * K
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x + first
-    scale = _load_scale(scales_ptr + row if E4M3 else row, inside, E4M3)
-    up_scale = _load_scale(scales_ptr + N + row if E4M3 else row, inside, E4M3 and SILU)
+    HAS_SCALES: tl.constexpr = E4M3 and not BLOCKED
+    scale = _load_scale(scales_ptr + row if HAS_SCALES else row, inside, HAS_SCALES)
+    up_scale = _load_scale(scales_ptr + N + row if HAS_SCALES else row, inside, HAS_SCALES and SILU)
+    scales_at = scales_ptr + row // 128 * (K // 128) + first // 128 if BLOCKED else row
+    up_scales_at = scales_at + N // 128 * (K // 128) if BLOCKED else row
     if DEPENDENT:
         gdc_wait()
     inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
@@ -168,6 +190,8 @@ def few_rows_linear_kernel(
         inside,
         live,
         inverse,
+        scales_at,
+        up_scales_at,
         SPLIT,
         BM,
         BN,
@@ -176,6 +200,7 @@ def few_rows_linear_kernel(
         SILU,
         N % BN == 0,
         E4M3,
+        BLOCKED,
     )
     if DEPENDENT:
         gdc_launch_dependents()
@@ -235,6 +260,7 @@ def few_rows_qkv_kernel(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     E4M3: tl.constexpr,
+    BLOCKED: tl.constexpr,
     MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -260,15 +286,18 @@ def few_rows_qkv_kernel(
     )
     row_at = weight_ptr + row.to(tl.int64)[:, None] * K
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
-    scale = _load_scale(scales_ptr + row if E4M3 else row, inside, E4M3)
+    HAS_SCALES: tl.constexpr = E4M3 and not BLOCKED
+    scale = _load_scale(scales_ptr + row if HAS_SCALES else row, inside, HAS_SCALES)
+    scales_at = scales_ptr + row // 128 * (K // 128) if BLOCKED else row
     if DEPENDENT:
         gdc_wait()
     inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)
     result, _ = _products(
-        row_at, row_at, x_row_at, inside, live, inverse, K, BM, BN, BK, STAGES, False, True, E4M3
-    )
+        row_at, row_at, x_row_at, inside, live, inverse, scales_at, scales_at,
+        K, BM, BN, BK, STAGES, False, True, E4M3, BLOCKED,
+    )  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()
     if PARTS > 0:

@@ -54,8 +54,9 @@ def few_rows_linear(
     (`num_splits`). A row's result does not depend on the number of rows, with one exception: one
     row, or two rows with small weights, are summed in another order (`Product`).
 
-    With `scales` float32 [n], weight is e4m3 and is multiplied by them. The rows of x are then
-    rounded to e4m3 with a power of two each, so x must be measured (`measured_rows`)."""
+    With `scales` float32 [n] or [n / 128, k / 128], weight is e4m3 and is multiplied by them. The
+    rows of x are then rounded to e4m3 with a power of two each, so x must be measured
+    (`measured_rows`)."""
     _launch(x, _Weight(weight, bias, scales), out, silu=silu)
     return out
 
@@ -73,10 +74,13 @@ def few_rows_gated(
     return out if maxima is None else MeasuredRows(out, maxima)
 
 
-def measured_rows(x: Rows, weight: torch.Tensor, num_out: int, *, silu: bool = False) -> Rows:
+def measured_rows(
+    x: Rows, weight: torch.Tensor, scales: torch.Tensor, num_out: int, *, silu: bool = False
+) -> Rows:
     """x with its maxima, if the product with a weight in e4m3 reads them."""
     rows, *_ = parts_of(x)
-    if Product(len(rows), num_out, rows.shape[1], weight.dtype, silu).is_row:
+    product = Product(len(rows), num_out, rows.shape[1], weight.dtype, silu, is_blocked(scales))
+    if product.is_row:
         return x
     assert not isinstance(x, UndividedRows), "the division changes which numbers are rounded up"
     return x if isinstance(x, MeasuredRows) else MeasuredRows(rows, row_maxima(rows))
@@ -100,7 +104,9 @@ def few_rows_add_and_norm(
     assert weight.shape[0] == num_out == len(norm_weight), (weight.shape, residual.shape)
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
-    product = Product(num_rows, num_out, weight.shape[1], weight.dtype)
+    product = Product(
+        num_rows, num_out, weight.shape[1], weight.dtype, is_blocked=is_blocked(scales)
+    )
     parts = triton.cdiv(num_out, product.tile()["BN"])
     squares = torch.empty((num_rows, parts), dtype=torch.float32, device=residual.device)
     rows = torch.empty_like(residual)
@@ -125,14 +131,14 @@ def few_rows_qkv(
     Returns q [rows, heads, dim]. Rows with a negative `table_rows` are not written."""
     rows, squares, eps, maxima = parts_of(x)
     num_rows, size = rows.shape
-    product = _qkv_product(rows, weight, shape)
+    product = _qkv_product(rows, weight, scales, shape)
     assert weight.shape == (product.outputs, size), (weight.shape, shape)
     assert weight.is_contiguous()
     kv.check()
     assert not kv.is_quantised, "an exponent needs a whole head, and programs have parts"
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
-    assert can_rotate(shape, x, weight)
+    assert can_rotate(shape, x, weight, scales)
     assert (weight.dtype == torch.float8_e4m3fn) == (scales is not None), weight.dtype
     q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
     kernel = row_qkv_kernel if product.is_row else few_rows_qkv_kernel
@@ -165,6 +171,7 @@ def few_rows_qkv(
         PARTS=0 if squares is None else squares.shape[1],
         E4M3=scales is not None,
         MAXIMA=0 if maxima is None else maxima.shape[1],
+        **({} if product.is_row else {"BLOCKED": product.is_blocked}),
         **tile,
         **early_launch(starts_early(rows.device)),
     )
@@ -178,17 +185,27 @@ def parts_of(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.T
     return (x.rows, None, 0.0, x.maxima) if isinstance(x, MeasuredRows) else (x, None, 0.0, None)
 
 
-def can_rotate(shape: AttentionShape, x: Rows, weight: torch.Tensor) -> bool:
+def can_rotate(
+    shape: AttentionShape, x: Rows, weight: torch.Tensor, scales: torch.Tensor | None = None
+) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
     rows, *_ = parts_of(x)
     if len(rows) > FEW_ROWS:
         return False
-    return shape.head_dim % _qkv_product(rows, weight, shape).tile()["BN"] == 0
+    return shape.head_dim % _qkv_product(rows, weight, scales, shape).tile()["BN"] == 0
 
 
-def _qkv_product(rows: torch.Tensor, weight: torch.Tensor, shape: AttentionShape) -> Product:
+def _qkv_product(
+    rows: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, shape: AttentionShape
+) -> Product:
     num_out = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-    return Product(len(rows), num_out, rows.shape[1], weight.dtype)
+    size = rows.shape[1]
+    return Product(len(rows), num_out, size, weight.dtype, is_blocked=is_blocked(scales))
+
+
+def is_blocked(scales: torch.Tensor | None) -> bool:
+    """Whether scales belong to blocks of 128 x 128 weights, and not to outputs."""
+    return scales is not None and scales.dim() == 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,13 +239,13 @@ def _launch(
     assert numbers.is_contiguous()
     assert out.is_contiguous()
     assert rows.stride(1) == 1
-    product = Product(num_rows, num_out, size, numbers.dtype, silu)
+    product = Product(num_rows, num_out, size, numbers.dtype, silu, is_blocked(scales))
     maxima_out = None
     if splits == 1 and product.is_row:
         kernel, tile = row_linear_kernel, product.row_tile()
     else:
         kernel, tile = few_rows_linear_kernel, product.matrix_tile(is_split=splits > 1)
-        tile["SPLIT"] = size // splits
+        tile |= {"SPLIT": size // splits, "BLOCKED": product.is_blocked}
         assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
         assert scales is None or maxima is not None, "rows that are not measured"
         if scales is not None and silu:
@@ -263,6 +280,8 @@ def _launch(
     return maxima_out
 
 
-def num_splits(x: torch.Tensor, weight: torch.Tensor) -> int:
+def num_splits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
     """The best number of splits of k for a product (`Product.num_splits`)."""
-    return Product(len(x), len(weight), weight.shape[1], weight.dtype).num_splits
+    size = weight.shape[1]
+    product = Product(len(x), len(weight), size, weight.dtype, is_blocked=is_blocked(scales))
+    return product.num_splits

@@ -21,6 +21,8 @@ _FEW_PROGRAMS = 96  # A product with at most this number of programs may be spli
 _MIN_DOT = 16  # Smallest dimension of an operand of the tensor core.
 _MIN_DOT_BYTES = 32  # Fewest bytes of inputs of an operand.
 _HALF = FEW_ROWS // 2
+_BLOCK = 128  # Inputs and outputs of weights in e4m3 with one scale.
+_MOST_STAGES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +38,14 @@ class Product:
     inputs: int
     dtype: torch.dtype
     silu: bool = False
+    is_blocked: bool = False  # Weights in e4m3 with a scale for each block of 128 x 128.
 
     @property
     def is_row(self) -> bool:
         """Whether the product is faster without the tensor core, if it is not split."""
         num_weights = self.outputs * self.inputs * (2 if self.silu else 1)
         is_small = num_weights < _SMALL and self.dtype != torch.float8_e4m3fn
-        is_small |= self.rows == 1
+        is_small |= self.rows == 1 and not self.is_blocked
         return is_small and self.inputs <= _ROW_INPUTS.get(self.rows, 0)
 
     def tile(self) -> dict[str, int]:
@@ -96,6 +99,8 @@ class Product:
         else:
             choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
             outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
+        if self.is_blocked:
+            stages, columns = min(stages * columns // _BLOCK, _MOST_STAGES), _BLOCK
         # float32 takes twice the bytes and does not use the tensor core. Larger tiles do not fit.
         if self.dtype == torch.float32:
             columns //= 4
