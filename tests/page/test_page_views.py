@@ -24,6 +24,7 @@ VIEWS = {
     f"{RUN}/total": ".chain",
     f"{RUN}/notes": ".panel pre",
     f"{RUN}?group=summary_0": ".panel table",
+    f"compare/{scene.RUN}/{scene.RUN}": "[aria-label=Comparison] tbody tr",
     "playground": ".code pre",
     "engines": ".tree",
     "tenants": "table",
@@ -253,6 +254,44 @@ async def test_the_first_sentence_says_where_the_time_went(stage: Stage) -> None
         "your program 23 %",
         "why 14 %",
     ]
+
+
+async def test_two_runs_are_compared(stage: Stage) -> None:
+    earlier = scene.run_row(
+        8, "newsletter", state="finished", created_at=scene.BEGAN, ended_at=scene.BEGAN + 25.2
+    )
+    facts = {"cached_tokens": 0, "computed_tokens": 70, "output_tokens": 22}
+    calls = {
+        f"call:s{n}": scene.call_row(f"s{n}", "summarize", [], finished_s=6.2, **facts)
+        for n in range(2)
+    }
+    stage.answers["sessions/8"] = {"session": earlier} | calls
+    stage.answers["overview"] = scene.overview() | {"session:8": earlier}
+    await stage.goto(RUN)
+    await stage.page.get_by_label("Compare with another run").select_option(index=1)
+    await expect(stage.page).to_have_url(f"http://parrot.test/ui/#/compare/8/{scene.RUN}")
+    lines = await stage.page.locator("[aria-label=Comparison] tbody tr").all_inner_texts()
+    cells = {name: rest for name, *rest in (line.split("\t") for line in lines)}
+    assert cells["Time"] == ["25.2 s", "20.2 s", "\u22125.0 s"]
+    assert cells["Calls"] == ["2", "14", "+12"]
+    assert cells["From cache"][0] == "0 %"
+    assert cells["summarize"] == [
+        "12.0 s\n\u00d72, 0 % cached\n",
+        "26.1 s\n\u00d77, 43 % cached\n",
+        "+14.1 s",
+    ]
+
+
+async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
+    times = dict.fromkeys(("ready_s", "started_s", "finished_s"), 0.001)
+    rows = {
+        f"call:s{n}": scene.call_row(f"s{n}", "ask", [], reused=True, **times) for n in range(2)
+    }
+    head = scene.run_row(8, "again", state="finished", ended_at=scene.BEGAN)
+    stage.answers["sessions/8"] = {"session": head} | rows
+    await stage.goto("run/8")
+    told = stage.page.locator(".blame")
+    await expect(told).to_contain_text("2 of 2 calls took the result of an identical call.")
 
 
 async def test_many_calls_after_each_other_are_counted(stage: Stage) -> None:

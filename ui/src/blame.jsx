@@ -1,6 +1,6 @@
 // The answer first: one sentence on where the time of a run went, and a bar that proves it.
 import { useMemo } from "preact/hooks";
-import { NATIVE_ERROR, cut, seconds, share } from "./format.js";
+import { NATIVE_ERROR, cut, plural, seconds, share } from "./format.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
 const MAX_NAMED = 3;
@@ -49,7 +49,8 @@ const sumOf = (segments) => segments.reduce((sum, { from, to }) => sum + (to - f
 export function Blame({ graph, wall, failure, onOpen }) {
   const { total, segments } = wall;
   const told = useMemo(() => mainCalls(graph, segments), [segments]);
-  if (!segments.length) return null;
+  const reused = [...graph.calls.values()].filter((call) => call.reused).length;
+  if (!segments.length && !failure && !reused) return null;
   const gaps = segments.filter(({ kind }) => kind === "program");
   const queues = segments.filter(({ kind }) => kind === "queue");
   const running = segments.find(({ kind }) => kind === "running");
@@ -57,6 +58,11 @@ export function Blame({ graph, wall, failure, onOpen }) {
     <section class="card blame" aria-label="Where the time went">
       {failure && <Failure failure={failure} graph={graph} onOpen={onOpen} />}
       <p>
+        {reused > 0 && (
+          <>
+            {reused} of {plural(graph.calls.size, "call")} took the result of an identical call.{" "}
+          </>
+        )}
         {told.length > 0 && <Main {...{ told, segments, total, graph, onOpen }} />}
         {sumOf(gaps) / total >= TELL && (
           <Gaps gaps={gaps} total={total} graph={graph} onOpen={onOpen} />
@@ -71,7 +77,7 @@ export function Blame({ graph, wall, failure, onOpen }) {
           </>
         )}
       </p>
-      <Wall segments={segments} total={total} graph={graph} onOpen={onOpen} />
+      {total > 0 && <Wall segments={segments} total={total} graph={graph} onOpen={onOpen} />}
     </section>
   );
 }

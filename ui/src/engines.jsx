@@ -1,10 +1,10 @@
 // Is there room, and does sharing work: engines, the prefixes in their KV, and the last decisions.
 import { post, rowsOf, useFeed } from "./api.js";
 import { AskButton } from "./ask.jsx";
-import { ago, clock, count, day, fullDate, plural, seconds, share } from "./format.js";
-import { Glyph, Pill } from "./icons.jsx";
+import { ago, clock, count, fullDate, plural, seconds, share } from "./format.js";
+import { Pill } from "./icons.jsx";
 import { courseOf, engineState, kvShare, useSeries } from "./overview.jsx";
-import { Bones, Empty, Live, Notice, Table, say, useNow, useSlow } from "./parts.jsx";
+import { Bones, Empty, Legend, Live, Notice, Table, say, useNow, useSlow } from "./parts.jsx";
 import { Prefixes } from "./prefixes.jsx";
 import { useTitle } from "./route.js";
 import { Parts, Slots, Spark } from "./spark.jsx";
@@ -86,38 +86,23 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
       </header>
       <div class="pair">
         {engine.tasks_capacity > 0 && (
-          <div>
-            <h3>Batch</h3>
-            <div class="v">
-              {engine.num_running}
-              <small> of {engine.tasks_capacity}</small>
-            </div>
+          <Figure
+            name="Batch"
+            value={engine.num_running}
+            unit={` of ${engine.tasks_capacity}`}
+          >
             <Slots used={engine.num_running} total={engine.tasks_capacity} />
-          </div>
+          </Figure>
         )}
         {engine.step_ms > 0 && (
-          <div>
-            <h3>A step</h3>
-            <div class="v">{seconds(engine.step_ms / 1000)}</div>
+          <Figure name="A step" value={seconds(engine.step_ms / 1000)}>
             {steps && <Spark values={steps} label="Step time" write={time} />}
-          </div>
+          </Figure>
         )}
-        {rates ? (
-          <div>
-            <h3>Tokens/s</h3>
-            <div class="v">{rate(rates.at(-1))}</div>
+        {rates && (
+          <Figure name="Tokens/s" value={rate(rates.at(-1))}>
             <Spark values={rates} label="Tokens per second" write={rate} />
-          </div>
-        ) : (
-          engine.hit_tokens != null && (
-            <div>
-              <h3>From cache</h3>
-              <div class="v">
-                {count(engine.hit_tokens)}
-                <small> tokens</small>
-              </div>
-            </div>
-          )
+          </Figure>
         )}
         {engine.server && <Server load={engine.server} />}
       </div>
@@ -131,9 +116,8 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
         </p>
       )}
       {engine.warning && (
-        <p class="note dim">
-          <Glyph state="queued" /> Last warning, {day(engine.warned_at)} at {clock(engine.warned_at)}:{" "}
-          {engine.warning}
+        <p class="note dim" title={fullDate(engine.warned_at)}>
+          Last warning, at {clock(engine.warned_at)}: {engine.warning}
         </p>
       )}
     </article>
@@ -148,18 +132,24 @@ function sampling(defaults) {
     .join(", ")}`;
 }
 
-const Server = ({ load }) => (
+const Figure = ({ name, value, unit, children }) => (
   <div>
-    <h3>Its server</h3>
+    <h3>{name}</h3>
     <div class="v">
-      {load.running}
-      <small> running, {load.waiting} waiting</small>
+      {value}
+      <small>{unit}</small>
     </div>
+    {children}
+  </div>
+);
+
+const Server = ({ load }) => (
+  <Figure name="Its server" value={load.running} unit={` running, ${load.waiting} waiting`}>
     <p class="dim">
       {load.others} of other clients
       {load.others_kv > 0 && `, with ${share(load.others_kv, 1)} of its KV`}
     </p>
-  </div>
+  </Figure>
 );
 
 function DrainButton({ engine, others, isLive }) {
@@ -191,6 +181,13 @@ function DrainButton({ engine, others, isLive }) {
     />
   );
 }
+
+const TIERS = {
+  "k-shared": "shared prefixes",
+  "k-use": "running calls",
+  "k-kept": "kept for later",
+  "k-free": "free",
+};
 
 /** KV in use, split into shared prefixes, running calls, and contexts kept for later. */
 function Tiers({ engine, contexts }) {
@@ -236,24 +233,7 @@ function Tiers({ engine, contexts }) {
           </span>
         </>
       )}
-      <p class="legend">
-        <span>
-          <i class="k-shared" />
-          shared prefixes
-        </span>
-        <span>
-          <i class="k-use" />
-          running calls
-        </span>
-        <span>
-          <i class="k-kept" />
-          kept for later
-        </span>
-        <span>
-          <i class="k-free" />
-          free
-        </span>
-      </p>
+      <Legend words={TIERS} />
     </div>
   );
 }

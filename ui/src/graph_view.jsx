@@ -5,6 +5,7 @@ import { heightOf, neighbour, useView } from "./graph_moves.js";
 import { Glyph, Icon } from "./icons.jsx";
 import { NODE } from "./layout.js";
 import { memo } from "./memo.js";
+import { Legend } from "./parts.jsx";
 import { looks } from "./states.js";
 
 const MAX_NAME = 17; // Characters of a name that fit into a node.
@@ -68,7 +69,10 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
               ))}
           </g>
         </svg>
-        <Key isLive={isLive} />
+        <Legend
+          name="key"
+          words={{ c: "critical path", ...(isLive && { w: "waits" }), f: "failed because of" }}
+        />
       </div>
     </section>
   );
@@ -95,25 +99,6 @@ const Zoom = ({ value, scale, fit }) => {
     </span>
   );
 };
-
-const Key = ({ isLive }) => (
-  <p class="key">
-    <span>
-      <i class="c" />
-      critical path
-    </span>
-    {isLive && (
-      <span>
-        <i class="w" />
-        waits
-      </span>
-    )}
-    <span>
-      <i class="f" />
-      failed because of
-    </span>
-  </p>
-);
 
 /** The node in the middle of a graph that is too wide: a failed or running one, or the last. */
 function focusOf(graph, layout) {

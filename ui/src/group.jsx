@@ -2,6 +2,7 @@
 import { plural, seconds } from "./format.js";
 import { stateOfAll } from "./graph_view.jsx";
 import { Mark } from "./icons.jsx";
+import { Table } from "./parts.jsx";
 import { looks } from "./states.js";
 
 /** The state of most interest, and how many calls are in it. */
@@ -50,16 +51,7 @@ export function Group({ node, run }) {
         <div class="row">
           <h2>Calls</h2>
         </div>
-        <table class="group">
-          <thead>
-            <tr>
-              <th scope="col">First words</th>
-              <th scope="col">Engine</th>
-              <th scope="col" class="n">
-                Ran
-              </th>
-            </tr>
-          </thead>
+        <Table label="Calls" heads={[["First words"], ["Engine"], ["Ran", true]]}>
           <tbody>
             {members.map(([id, call], i) => (
               <tr key={id} class="row" data-call={id} onClick={() => open(id)}>
@@ -82,7 +74,7 @@ export function Group({ node, run }) {
               </tr>
             ))}
           </tbody>
-        </table>
+        </Table>
       </section>
     </>
   );

@@ -2,6 +2,7 @@
 import { render } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, readOnce, useVisitor } from "./api.js";
+import { Compare } from "./compare.jsx";
 import { Engines } from "./engines.jsx";
 import { Events } from "./events.jsx";
 import { Bird, Icon } from "./icons.jsx";
@@ -33,7 +34,7 @@ const PLACES = [
   ["events", "Events", "events"],
 ];
 const ALIASES = { session: "run", placement: "engines" };
-const PARENTS = { run: "" };
+const PARENTS = { run: "", compare: "" };
 
 function Page() {
   const [visitor, enter] = useVisitor();
@@ -86,6 +87,8 @@ function View({ view, args, query, visitor, leave }) {
           visitor={visitor}
         />
       );
+    case "compare":
+      return <Compare key={args.join()} ids={args} />;
     case "playground":
       return <Playground visitor={visitor} />;
     case "engines":

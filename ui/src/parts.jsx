@@ -48,14 +48,27 @@ export function useOpen(first) {
   return [open, toggle];
 }
 
+/** What colours mean. `words`: by the class of a mark. */
+export const Legend = ({ words, name = "legend", children }) => (
+  <p class={name}>
+    {children}
+    {Object.entries(words).map(([mark, word]) => (
+      <span key={mark}>
+        <i class={mark} />
+        {word}
+      </span>
+    ))}
+  </p>
+);
+
 /** `heads`: pairs of a name and whether its column has numbers. */
 export const Table = ({ label, heads, children }) => (
   <div class="scroll" tabindex="0" role="region" aria-label={label}>
     <table>
       <thead>
         <tr>
-          {heads.filter(Boolean).map(([name, isNumber]) => (
-            <th key={name} scope="col" class={isNumber && "n"}>
+          {heads.filter(Boolean).map(([name, isNumber], i) => (
+            <th key={i} scope="col" class={isNumber && "n"}>
               {name}
             </th>
           ))}
@@ -240,6 +253,21 @@ export const Empty = ({ title, children }) => (
     <h2>{title}</h2>
     {children}
   </div>
+);
+
+/** A list to choose from. `all`: the first entry, which chooses nothing. */
+export const Choice = ({ label, all, options, value, onChoose, kind = "field" }) => (
+  <label>
+    <span class="sr">{label}</span>
+    <select class={kind} value={value} onChange={(event) => onChoose(event.target.value)}>
+      {all && <option value="">{all}</option>}
+      {options.map(([id, name]) => (
+        <option key={id} value={id}>
+          {name}
+        </option>
+      ))}
+    </select>
+  </label>
 );
 
 /** Search field; `/` focuses it. */

@@ -6,7 +6,7 @@ import { EXAMPLES, SETTINGS, keepDraft, readDraft } from "./draft.js";
 import { plural } from "./format.js";
 import { Icon } from "./icons.jsx";
 import { graphRequest, problem, readProgram } from "./program.js";
-import { useRead } from "./parts.jsx";
+import { Choice, useRead } from "./parts.jsx";
 import { Results } from "./results.jsx";
 import { useTitle } from "./route.js";
 
@@ -145,21 +145,13 @@ function useStart(program, values, wrong, reveal) {
 }
 
 const Examples = ({ draft, choose }) => (
-  <label>
-    <span class="sr">Example</span>
-    <select
-      class="field"
-      value={draft.example ?? ""}
-      onChange={(event) => event.target.value && choose(event.target.value)}
-    >
-      {!draft.example && <option value="">{draft.title ?? "Your own program"}</option>}
-      {Object.keys(EXAMPLES).map((name) => (
-        <option key={name} value={name}>
-          Example: {name}
-        </option>
-      ))}
-    </select>
-  </label>
+  <Choice
+    label="Example"
+    all={draft.example ? null : (draft.title ?? "Your own program")}
+    options={Object.keys(EXAMPLES).map((name) => [name, `Example: ${name}`])}
+    value={draft.example ?? ""}
+    onChoose={(name) => name && choose(name)}
+  />
 );
 
 const Inputs = ({ names, values, change }) => (

@@ -2,6 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useFeed } from "./api.js";
 import { Blame, failureOf } from "./blame.jsx";
+import { CompareWith } from "./compare.jsx";
 import { count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
@@ -347,6 +348,7 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
       )}
       <span class="end">
         {again}
+        <CompareWith session={session} />
         <CopyButton text={() => location.href} what="the address">
           Link
         </CopyButton>
@@ -357,30 +359,24 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
   );
 }
 
-function Downloads({ session }) {
-  const name = nameOf(session).replaceAll(/[^\w.-]+/g, "_");
-  const path = `api/sessions/${session.id}`;
-  return (
-    <>
-      <a
-        class="btn small"
-        href={`${path}/run.json`}
-        download={`${name}.json`}
-        title="The run with its calls, variables and texts"
-      >
-        JSON
-      </a>
-      <a
-        class="btn small"
-        href={`${path}/trace.json`}
-        download={`${name}.perfetto.json`}
-        title="Timeline for ui.perfetto.dev"
-      >
-        Trace
-      </a>
-    </>
-  );
-}
+/** `[label, file of the API, ending of the saved file, what it is]`. */
+const FILES = [
+  ["JSON", "run.json", "json", "The run with its calls, variables and texts"],
+  ["Trace", "trace.json", "perfetto.json", "Timeline for ui.perfetto.dev"],
+];
+
+const Downloads = ({ session }) =>
+  FILES.map(([label, file, ending, title]) => (
+    <a
+      key={file}
+      class="btn small"
+      href={`api/sessions/${session.id}/${file}`}
+      download={`${nameOf(session).replaceAll(/[^\w.-]+/g, "_")}.${ending}`}
+      title={title}
+    >
+      {label}
+    </a>
+  ));
 
 function Totals({ session, graph, wall, now }) {
   const calls = [...graph.calls.values()];

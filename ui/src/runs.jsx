@@ -6,8 +6,10 @@ import { Bird, Glyph, Icon } from "./icons.jsx";
 import { EngineCards, Tiles } from "./overview.jsx";
 import {
   Bones,
+  Choice,
   CopyButton,
   Empty,
+  Legend,
   Live,
   Notice,
   Search,
@@ -162,15 +164,9 @@ function Note({ shown, service: { max_runs, max_age_s } }) {
   const number = shown.reduce((sum, entry) => sum + entry.members.length, 0);
   return (
     <div class="faint note">
-      <p class="legend only-wide">
+      <Legend name="legend only-wide" words={BARS}>
         Timeline: one bar for each call
-        {Object.entries(BARS).map(([name, word]) => (
-          <span key={name}>
-            <i class={name} />
-            {word}
-          </span>
-        ))}
-      </p>
+      </Legend>
       <p>
         {number > shown.length &&
           `${plural(shown.length, "row")} with ${count(number)} runs: API requests of one client share a row. `}
@@ -184,20 +180,6 @@ function Note({ shown, service: { max_runs, max_age_s } }) {
 }
 
 const BARS = { "k-bar": "finished", "k-use": "running", "k-soft": "queued", "k-failed": "failed" };
-
-const Choice = ({ label, all, options, value, onChoose }) => (
-  <label>
-    <span class="sr">{label}</span>
-    <select class="field" value={value} onChange={(event) => onChoose(event.target.value)}>
-      <option value="">{all}</option>
-      {options.map(([id, name]) => (
-        <option key={id} value={id}>
-          {name}
-        </option>
-      ))}
-    </select>
-  </label>
-);
 
 /** What to do first. */
 function Nothing({ engines }) {

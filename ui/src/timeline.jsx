@@ -3,6 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { cut, seconds } from "./format.js";
 import { useSize } from "./graph_moves.js";
 import { memo } from "./memo.js";
+import { Legend } from "./parts.jsx";
 
 const TALL = 24; // The height of a bar, and of a folded group.
 const LOW = 13; // The height of a bar in a lane with many rows.
@@ -56,9 +57,9 @@ function lanesOf(graph, layout, isFolded, now) {
 const laneOf = (call) => call.engine ?? (call.kind === "native" ? "sandbox" : "no engine");
 const rank = (lane) => (lane === "no engine" ? 2 : lane === "sandbox" ? 1 : 0);
 
-/** Round distances between ticks: about one for each 90 pixels. */
+/** Round distances between ticks: about one for each 90 pixels, and at least 1 ms. */
 function ticksOf(length, width) {
-  const wanted = length / Math.max(3, width / 90);
+  const wanted = Math.max(0.001, length / Math.max(3, width / 90));
   const power = 10 ** Math.floor(Math.log10(wanted));
   const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= wanted);
   return Array.from({ length: Math.floor(length / step + 1e-9) + 1 }, (_, i) => i * step);
@@ -158,7 +159,7 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
           )}
         </svg>
       )}
-      <Legend />
+      <Legend words={LEGEND} name="legend tl-legend" />
     </div>
   );
 }
@@ -197,23 +198,12 @@ function Lane({ lane, graph, path, x, now, shown, isNarrow, end, onOpen }) {
 }
 
 const LEGEND = {
-  queue: "queued",
-  soft: "prefill",
-  bar: "generating",
-  shared: "critical path",
-  use: "running",
+  "k-queue": "queued",
+  "k-soft": "prefill",
+  "k-bar": "generating",
+  "k-shared": "critical path",
+  "k-use": "running",
 };
-
-const Legend = () => (
-  <p class="legend tl-legend">
-    {Object.entries(LEGEND).map(([name, word]) => (
-      <span key={name}>
-        <i class={`k-${name}`} />
-        {word}
-      </span>
-    ))}
-  </p>
-);
 
 /** Add a bar's tooltip when the pointer comes, because there are many bars. */
 function addTooltip(event) {

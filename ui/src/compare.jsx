@@ -1,0 +1,106 @@
+// Two runs side by side: what each took as a whole, and what its calls of one function took.
+import { readOnce, rowsOf, serverNow, useFeed } from "./api.js";
+import { clock, count, day, seconds, share } from "./format.js";
+import { Choice, NotFound, Table, useRead } from "./parts.jsx";
+import { go, useTitle } from "./route.js";
+import { nameOf, wallSeconds } from "./run_list.js";
+
+const sum = (calls, read) => calls.reduce((all, call) => all + (read(call) ?? 0), 0);
+const cached = (call) => call.cached_tokens;
+const prompt = (call) => call.cached_tokens + call.computed_tokens;
+const ran = (call) => call.finished_s - call.started_s;
+
+/** `[what, its value of a run, how it is written, a note]` for each row. */
+function linesOf(runs) {
+  const names = new Set(runs.flatMap(({ calls }) => calls.map((call) => call.func_name)));
+  return [
+    ["Time", ({ session }) => wallSeconds(session, serverNow()), seconds],
+    ["Calls", ({ calls }) => calls.length, count],
+    ["Prompt tokens", ({ calls }) => sum(calls, prompt), count],
+    ["From cache", ({ calls }) => sum(calls, cached) / sum(calls, prompt) || 0, (x) => share(x, 1)],
+    ["Output tokens", ({ calls }) => sum(calls, (call) => call.output_tokens), count],
+    ...[...names].map((name) => {
+      const own = ({ calls }) => calls.filter((call) => call.func_name === name);
+      const note = (run) =>
+        `×${own(run).length}, ${share(sum(own(run), cached), sum(own(run), prompt)) || "0 %"} cached`;
+      return [<code>{name}</code>, (run) => sum(own(run), ran), seconds, note];
+    }),
+  ];
+}
+
+export function Compare({ ids }) {
+  useTitle("Compare");
+  const feeds = [useFeed(`sessions/${ids[0]}`), useFeed(`sessions/${ids[1]}`)];
+  const failed = feeds.find((feed) => feed.error);
+  if (failed) return <NotFound what="run">{failed.error}.</NotFound>;
+  const runs = feeds.map(({ rows }) => ({
+    session: rows.get("session"),
+    calls: rowsOf(rows, "call"),
+  }));
+  if (!runs.every(({ session }) => session)) return null;
+  return (
+    <div class="screen">
+      <div class="head">
+        <h1>Compare {nameOf(runs[0].session)}</h1>
+      </div>
+      <div class="card table">
+        <Table
+          label="Comparison"
+          heads={[
+            ["Run"],
+            ...runs.map(({ session }) => [
+              <a href={`#/run/${session.id}`}>{clock(session.created_at)}</a>,
+              true,
+            ]),
+            ["Difference", true],
+          ]}
+        >
+          <tbody>
+            {linesOf(runs).map(([what, read, write, note], i) => (
+              <Line key={i} what={what} values={runs.map(read)} write={write}>
+                {note && runs.map((run) => <div class="dim">{note(run)}</div>)}
+              </Line>
+            ))}
+          </tbody>
+        </Table>
+      </div>
+    </div>
+  );
+}
+
+function Line({ what, values, write, children }) {
+  const difference = values[1] - values[0];
+  const text = write(Math.abs(difference));
+  return (
+    <tr>
+      <th scope="row">{what}</th>
+      {values.map((value, i) => (
+        <td key={i} class="n">
+          {write(value)}
+          {children?.[i]}
+        </td>
+      ))}
+      <td class="n">{text !== write(0) && (difference > 0 ? "+" : "−") + text}</td>
+    </tr>
+  );
+}
+
+/** A choice of the other runs of the same program. */
+export function CompareWith({ session }) {
+  const read = async () =>
+    rowsOf(await readOnce("overview"), "session").filter(
+      (run) => run.id !== session.id && nameOf(run) === nameOf(session),
+    );
+  const others = useRead(read, [], [session.id]);
+  return (
+    others.length > 0 && (
+      <Choice
+        label="Compare with another run"
+        kind="btn small"
+        all="Compare…"
+        options={others.map((run) => [run.id, `with ${day(run.created_at)}, ${clock(run.created_at)}`])}
+        onChoose={(other) => other && go(`/compare/${other}/${session.id}`)}
+      />
+    )
+  );
+}
