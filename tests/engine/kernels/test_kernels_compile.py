@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(
 MAX_SHARED_BYTES = 227 * 1024
 QUANTISED = {"kernel": "attention", "quantised": True}
 E4M3 = {"e4m3": True}
+BLOCKED = {**E4M3, "blocked": True}
 ROW = {"matrix": False, **E4M3}
 SLICED = {"rows": 8, "outputs": 32, "slices": 8, "unroll": 1, "warps": 8}
 LOCAL = {"window": 512, "softcap": 72.1}
@@ -85,15 +86,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear in e4m3 and residual": {"kernel": "linear", "add": True, "stages": 6, **E4M3},
     "linear in e4m3 of 64 rows": {"kernel": "linear", "rows": 64, "outputs": 128, **E4M3},
     "linear in e4m3 of short outputs": {"kernel": "linear", "outputs": 16, "columns": 512, **E4M3},
-    "linear in e4m3 of blocks": {"kernel": "linear", "stages": 8, **E4M3, "blocked": True},
+    "linear in e4m3 of blocks": {"kernel": "linear", "stages": 8, **BLOCKED},
     "linear in e4m3 of blocks with silu": {
         "kernel": "linear",
         "outputs": 128,
         "silu": True,
-        "stages": 6,
         "warps": 8,
-        **E4M3,
-        "blocked": True,
+        **BLOCKED,
     },
     "qkv in e4m3": {"kernel": "qkv", **E4M3},
     "qkv of one row in e4m3": {"kernel": "qkv", "rows": 1, "outputs": 8, "warps": 8, **ROW},
