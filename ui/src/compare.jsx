@@ -58,7 +58,7 @@ export function Compare({ ids }) {
           <tbody>
             {linesOf(runs).map(([what, read, write, note], i) => (
               <Line key={i} what={what} values={runs.map(read)} write={write}>
-                {note && runs.map((run) => <div class="dim">{note(run)}</div>)}
+                {note && runs.map((run) => <div class="dim only-wide">{note(run)}</div>)}
               </Line>
             ))}
           </tbody>

@@ -130,7 +130,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           }
         />
         <Notice feed={feed} />
-        <Totals session={session} graph={graph} wall={wall} now={now} />
+        <Totals session={session} graph={graph} took={wall.total || end} />
         <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} />
         <Cut session={session} graph={graph} />
         {graph.calls.size > 0 ? (
@@ -378,14 +378,13 @@ const Downloads = ({ session }) =>
     </a>
   ));
 
-function Totals({ session, graph, wall, now }) {
+function Totals({ session, graph, took }) {
   const calls = [...graph.calls.values()];
   const sum = (field) => calls.reduce((all, call) => all + (call[field] ?? 0), 0);
   const done = session.done ?? calls.filter((call) => call.state === "done").length;
   const all = session.calls ?? calls.length;
   const cached = session.cached_tokens ?? sum("cached_tokens");
   const prompt = session.prompt_tokens ?? cached + sum("computed_tokens");
-  const took = wall.total || now;
   const totals = [
     ["Time", seconds(took), ""],
     ["Calls", count(done), done === all ? "" : ` of ${count(all)}`],
