@@ -270,7 +270,9 @@ async def test_two_runs_are_compared(stage: Stage) -> None:
     await stage.goto(RUN)
     await stage.page.get_by_label("Compare with another run").select_option(index=1)
     await expect(stage.page).to_have_url(f"http://parrot.test/ui/#/compare/8/{scene.RUN}")
-    lines = await stage.page.locator("[aria-label=Comparison] tbody tr").all_inner_texts()
+    rows = stage.page.locator("[aria-label=Comparison] tbody tr")
+    await rows.first.wait_for()
+    lines = await rows.all_inner_texts()
     cells = {name: rest for name, *rest in (line.split("\t") for line in lines)}
     assert cells["Time"] == ["25.2 s", "20.2 s", "\u22125.0 s"]
     assert cells["Calls"] == ["2", "14", "+12"]
