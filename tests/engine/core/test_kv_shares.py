@@ -131,6 +131,38 @@ def test_the_weights_of_a_group_s_tenants_add_up():
     assert (ours.weight, other.weight, shares.protected_per_weight) == (4.0, 1.0, 1.0)
 
 
+def test_a_tenant_s_new_weight_replaces_the_old_one():
+    engine = Harness(num_blocks=12)
+    fill(engine, 200, "large")
+    for number in range(40):
+        fill(engine, number, "large", weight=3.0)
+        fill(engine, 100 + number, "small")
+    assert len(kept(engine, *range(40))) in (8, 9)
+
+
+def test_a_group_that_returns_has_the_weights_of_its_present_tenants():
+    clock = ManualClock()
+    shares = KvShares(12, clock)
+    ours, other = shares.group("ours"), shares.group("other")
+    shares.record_request(ours, "a", 3.0)
+    clock.pass_time(AWAY_S)
+    shares.record_request(other, "c", 1.0)
+    assert not shares.protects(ours)  # It is away now.
+    shares.record_request(ours, "b", 1.0)
+    assert (ours.weight, shares.protected_per_weight) == (1.0, 3.0)
+
+
+def test_the_protected_part_is_weighted():
+    shares = KvShares(16)
+    large, small = shares.group("large"), shares.group("small")
+    shares.record_request(large, "a", 3.0)
+    shares.record_request(small, "b", 1.0)
+    large.num_used, small.num_used = 6, 2
+    assert [shares.protects(large), shares.protects(small)] == [True, True]
+    large.num_used, small.num_used = 7, 3
+    assert [shares.protects(large), shares.protects(small)] == [False, False]
+
+
 def test_inactive_groups_lose_first():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet")

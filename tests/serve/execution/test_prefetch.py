@@ -242,6 +242,25 @@ def test_the_filled_prefix_grows_with_each_input():
     assert computed <= len(LONG) + 3 + BLOCK
 
 
+def test_an_input_that_becomes_ready_during_a_fill_is_filled_after_it():
+    async def body(program: Program) -> tuple[int, int]:
+        question, later, story = [await program.var(c) for c in (None, None, LONG * 10)]
+        template = "{{story}} {{later}} {{question}} {{out}}"
+        answer = await program.call(template, story=story, later=later, question=question)
+        reading = program.reading(answer)
+        await asyncio.sleep(0.2)
+        assert program.counts.filled == 0
+        await program.set(later, LONG)
+        await asyncio.sleep(10)
+        await program.set(question, "Who?")
+        await reading
+        return await program.usage()
+
+    cached, computed = simulate(body)
+    assert cached > 11 * len(LONG)
+    assert computed < 3 * BLOCK
+
+
 def test_short_pieces_are_not_filled():
     async def body(program: Program) -> PrefetchCounts:
         question = await program.var()

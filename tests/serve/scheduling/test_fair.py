@@ -269,6 +269,42 @@ def test_interactive_calls_exceed_the_slots_within_their_tenants_share(
     assert len(placed) == num_placed
 
 
+@pytest.mark.parametrize(
+    ("running", "tenant", "num_placed"),
+    [
+        ({"heavy": 8}, "a", 2),  # A quarter of the slots.
+        ({"a": 8}, "heavy", 5),  # Until it has half of what its weight stands for.
+        ({"heavy": 1, "a": 2}, "heavy", 1),
+    ],
+)
+def test_the_share_of_the_slots_is_weighted(
+    running: dict[str, int], tenant: str, num_placed: int
+) -> None:
+    bench = Bench(policy="fcfs", weigh=WEIGHTS.__getitem__)
+    num_running = sum(running.values())
+    bench.engines(1, slots=num_running)
+    bench.add(*(bench.task(tenant=name) for name, num in running.items() for _ in range(num)))
+    assert len(bench.run()) == num_running
+    bench.add(*(bench.task(tenant=tenant) for _ in range(8)))
+    placed = [task for _ in range(8) for task in bench.run()]
+    assert len(placed) == num_placed
+
+
+@pytest.mark.parametrize(("num_running", "is_first"), [(3, False), (4, True)])
+def test_whether_a_tenant_is_crowded_out_depends_on_weights(
+    num_running: int, is_first: bool
+) -> None:
+    """The engine computes calls of a tenant first that has fewer calls per weight than others."""
+    bench = Bench(policy="fcfs", weigh=WEIGHTS.__getitem__)
+    bench.engines(1, slots=8)
+    others = [bench.task(tenant="heavy") for _ in range(num_running)]
+    bench.add(*others, bench.task(tenant="b", criteria=THROUGHPUT, models=("other",)))
+    priorities = [placement.priority for placement in bench.scheduler.schedule()]
+    bench.add(bench.task(tenant="a"))
+    (placement,) = bench.scheduler.schedule()
+    assert (placement.priority < min(priorities)) is is_first
+
+
 def test_counters_of_many_idle_tenants_are_forgotten() -> None:
     counters = Counters(lambda tenant: 1.0)
     for n in range(10_000):

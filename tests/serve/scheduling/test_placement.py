@@ -105,6 +105,19 @@ def test_a_prefix_in_cpu_memory_attracts_less_than_in_gpu_memory(host_token_s: f
         assert bench.run()[task] == 2
 
 
+def test_a_cached_prefix_on_a_full_engine_does_not_attract() -> None:
+    bench = Bench(ctx_group=False)
+    bench.engines(50, slots=1)
+    tasks = [bench.task("system", prefix_len=2000, session=i) for i in range(3)]
+    cache(bench, tasks[0], 33, 2000)
+    placed = []
+    for task in tasks:
+        bench.add(task)
+        placed.append(bench.run()[task])
+    assert placed[0] == 33
+    assert len(set(placed)) == 3
+
+
 def test_a_cached_prefix_does_not_outweigh_the_load() -> None:
     bench = Bench(ctx_group=False)
     bench.engines(2, slots=1000)
