@@ -1,6 +1,7 @@
 """ServeCore's configuration: the keys of its file, their defaults and bounds."""
 
 from collections.abc import Mapping
+from functools import cached_property
 from ipaddress import ip_network
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -154,6 +155,11 @@ class SessionQuota(ConfigModel):
         3_600_000, description="Total run time of native functions, in milliseconds."
     )
 
+    @cached_property
+    def limits(self) -> Mapping[str, int]:
+        """The limits by name."""
+        return dict(self)
+
 
 class TenantQuota(ConfigModel):
     """Limits of all sessions of one tenant together. Without `api_keys`, each key that a client
@@ -171,6 +177,11 @@ class TenantQuota(ConfigModel):
         le=2**40,
         description="Run time of native functions in live sessions, in milliseconds.",
     )
+
+    @cached_property
+    def limits(self) -> Mapping[str, int]:
+        """The limits by name."""
+        return dict(self)
 
 
 class TokenPrices(ConfigModel):

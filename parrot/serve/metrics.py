@@ -183,13 +183,13 @@ class CoreMetrics:
     def _task_ended(self, event: TaskEnded) -> None:
         task, session = event.task, event.session
         if not isinstance(task, Completion):
-            self._tasks["native", task.state.value] += 1
+            self._tasks["native", task.state] += 1
             times = task.times
             if times.started is not None and times.finished is not None:
                 taken_s = times.finished - times.started
                 self._natives.use(given_name(task) or UNNAMED).observe("seconds", [taken_s])
             return
-        self._tasks["semantic", task.state.value] += 1
+        self._tasks["semantic", task.state] += 1
         self._num_reused += task.stats.is_reused
         call = Measured.of(task, self.prices)
         if call is None:
@@ -378,7 +378,7 @@ class Measured(NamedTuple):
         per_token_s = None
         if decode_s is not None and stats.output_tokens > 1:
             per_token_s = decode_s / (stats.output_tokens - 1)
-        reason = "stop" if stats.finish_reason is None else stats.finish_reason.value
+        reason = "stop" if stats.finish_reason is None else stats.finish_reason
         return cls(
             wait_s=max(0.0, times.ready - times.activated),
             queue_s=max(0.0, times.started - times.ready),

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from math import inf
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from parrot.protocol.errors import ParrotError, TimedOut
 from parrot.protocol.public import (
@@ -54,7 +54,8 @@ class Reads:
     def wake_soon(self, session: Session) -> None:
         """Start the calls that the session holds after `WAKE_DELAY_S`, if any variable was read.
         Call it after a read or a submission."""
-        if session.was_read and not session.is_wake_due:
+        is_needed = session.was_read and session.graph.activation.has_background
+        if is_needed and not session.is_wake_due:
             session.is_wake_due = True
             when = self._clock.now() + WAKE_DELAY_S
             self._timers.call_at(when, lambda: self._wake(session))
@@ -132,22 +133,22 @@ class Reads:
                 if text := variable.result():
                     yield text
                 return
-            deltas = variable.stream(is_patient=is_patient)
+            sent = 0
             with self._open(session, options) as read:
                 read.add_reader(variable, as_stream=True)
                 if options.blocked:
                     self._wake_held(session)
-                if read.end is None:
-                    async for text in deltas:
-                        yield text
-                    return
                 while True:
-                    async with time_limit(
-                        self._timers, read.end, lambda: self._timeout_text(variable, options)
-                    ):
-                        delta = await anext(deltas, None)
+                    if read.end is None:
+                        delta = await variable.text_after(sent, is_patient=is_patient)
+                    else:
+                        async with time_limit(
+                            self._timers, read.end, lambda: self._timeout_text(variable, options)
+                        ):
+                            delta = await variable.text_after(sent, is_patient=is_patient)
                     if delta is None:
                         return
+                    sent += len(delta)
                     yield delta
 
     async def first(
@@ -219,36 +220,23 @@ class Reads:
         if session.graph.activation.start_background(until):
             self.wake_soon(session)
 
-    @contextmanager
-    def _open(self, session: Session, options: ReadLimits) -> Iterator["_Read"]:
-        read = _Read(session, options, self._clock.now())
+    def _open(self, session: Session, options: ReadLimits) -> "_Read":
+        """The read ends with the block that it opens."""
+        read = _Read(session, options, self._timers)
         if read.end is not None:
             session.timed_reads[read] = read.end
         session.read_began()
         self.wake_soon(session)
-        grace_s = 0.0
-        try:
-            yield read
-            session.was_abandoned = False
-        except TimedOut:
-            grace_s = READ_GRACE_S
-            raise
-        except (asyncio.CancelledError, GeneratorExit):
-            session.was_abandoned = True
-            raise
-        finally:
-            session.timed_reads.pop(read, None)
-            session.last_active = self._clock.now()
-            if grace_s:
-                self._timers.call_at(session.last_active + grace_s, read.withdraw)
-            else:
-                read.withdraw()
+        return read
 
 
 class _Read:
     """The readers of one request."""
 
-    def __init__(self, session: Session, options: ReadLimits, now: float) -> None:
+    def __init__(self, session: Session, options: ReadLimits, timers: TimerQueue) -> None:
+        self._session = session
+        self._timers = timers
+        now = timers.clock.now()
         limits = [s for s in (options.timeout, options.deadline) if s is not None]
         self.end = None if options.timeout is None else now + options.timeout
         """The time of the timeout, on the clock's scale."""
@@ -258,6 +246,22 @@ class _Read:
         self._readers: list[Reader] = []
         self.candidates: Sequence[SemanticVariable] = ()
         """The variables of a race. When it is decided, the others are not run in background."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        session = self._session
+        if kind is None:
+            session.was_abandoned = False
+        elif issubclass(kind, asyncio.CancelledError | GeneratorExit):
+            session.was_abandoned = True
+        session.timed_reads.pop(self, None)
+        session.last_active = self._timers.clock.now()
+        if kind is not None and issubclass(kind, TimedOut):
+            self._timers.call_at(session.last_active + READ_GRACE_S, self.withdraw)
+        else:
+            self.withdraw()
 
     def add_reader(
         self,
@@ -456,7 +460,7 @@ def value_view(variable: SemanticVariable) -> VarGetResponse:
         return VarGetResponse(content=variable.text)
     return VarGetResponse(
         content=variable.text,
-        finish_reason=stats.finish_reason.value,
+        finish_reason=stats.finish_reason,
         stop_string=stats.stop_string,
         usage=TokenUsage(
             prompt_tokens=stats.prompt_tokens,

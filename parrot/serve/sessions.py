@@ -3,7 +3,13 @@
 import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -284,16 +290,21 @@ class Session:
             self.log.was_read()
         self.was_read = True
 
-    @asynccontextmanager
-    async def published(
+    def published(
         self, *variables: SemanticVariable, is_kept: bool = True
-    ) -> AsyncIterator[None]:
+    ) -> AbstractAsyncContextManager[None]:
         """At the end of the block that reads variables, or at its error, wait until their values
         and errors are on disk. So a restart cannot change what was returned. This also holds if the
         session has ended meanwhile. Raises `InsufficientStorage` if they cannot be written now. Not
         for cancellations, which make room, and unless `is_kept`: then no later request reads them.
         """
         log = self.log
+        return nullcontext() if log is None else self._published(log, variables, is_kept)
+
+    @asynccontextmanager
+    async def _published(
+        self, log: SessionLog, variables: Sequence[SemanticVariable], is_kept: bool
+    ) -> AsyncIterator[None]:
         try:
             yield
         except ParrotError as error:
@@ -301,8 +312,7 @@ class Session:
                 is_kept = is_kept and not isinstance(error, Cancelled)
                 await _stored(self.log, variables, is_kept)
             raise
-        if log is not None:
-            await _stored(log, variables, is_kept)
+        await _stored(log, variables, is_kept)
 
     def task_finished(self, task: Task, now: float) -> None:
         """Mark the session as active, and count the task's outputs and log probabilities in its
@@ -319,6 +329,11 @@ class Session:
         if self.graph.activation.num_started:
             return now + life_span_s
         return max(self.last_active + life_span_s, *self.timed_reads.values(), 0.0)
+
+
+def _usage_of(apps: Sequence[str]) -> dict[str, int]:
+    """The quota usage of a new session."""
+    return {"sessions": 1, "text_bytes": num_bytes(apps)}
 
 
 async def _stored(log: SessionLog, variables: Sequence[SemanticVariable], is_kept: bool) -> None:
@@ -350,9 +365,10 @@ class SessionNumbers:
 
     def new(self) -> tuple[int, str]:
         """The id and the auth of a new session with the next number."""
-        session_id = self._ids.id_of(self.next) if self._is_hidden else self.next
-        token = derived_token(self._secret, session_id)
-        return session_id, token if self._shard is None else token + self._shard.mark
+        number = self.next
+        self.next = self._aligned(number + 1)
+        session_id = self._ids.id_of(number) if self._is_hidden else number
+        return session_id, self.auth(session_id)
 
     def auth(self, session_id: int) -> str:
         """The `session_auth` of a session."""
@@ -463,7 +479,8 @@ class SessionRegistry:
         if len(self._sessions) >= limit:
             raise QuotaExceeded(f"{limit} sessions are live already (`max_sessions_num`)")
         account = self._account(tenant)
-        account.require(sessions=1, text_bytes=num_bytes(apps))
+        usage = _usage_of(apps)
+        account.require(**usage)
         trace_id = "" if self.sampler is None else self.sampler.trace_of(traceparent)
         session_id, auth = self.numbers.new()
         begin = Begin(
@@ -476,7 +493,7 @@ class SessionRegistry:
             is_program,
             client,
         )
-        session = self._begin(begin, account)
+        session = self._begin(begin, account, usage)
         if self.journal is not None:
             log = self._make_log(session.id)
             log.began(begin)
@@ -485,7 +502,8 @@ class SessionRegistry:
 
     def restore(self, begin: Begin) -> Session:
         """Begin a session again after a restart, in its first state."""
-        return self._begin(begin, self._account(begin.tenant))
+        self.numbers.mark_used(begin.id)
+        return self._begin(begin, self._account(begin.tenant), _usage_of(begin.apps))
 
     @contextmanager
     def replaying(self, session: Session) -> Iterator[None]:
@@ -518,6 +536,7 @@ class SessionRegistry:
         if of_tenant is None:
             own = self._tenant_table.get(tenant).limits.amounts
             of_tenant = Quota(self._config.tenant_quota, own=own)
+            self._tenants[tenant] = of_tenant
         return Quota(self._config.session_quota, of_tenant)
 
     def placed(self, completion: Completion) -> None:
@@ -526,11 +545,8 @@ class SessionRegistry:
         if session is not None and session.log is not None:
             session.log.attempted(completion)
 
-    def _begin(self, begin: Begin, account: Quota) -> Session:
-        assert account.parent is not None
-        account.add(sessions=1, text_bytes=num_bytes(begin.apps))
-        self._tenants[begin.tenant] = account.parent
-        self.numbers.mark_used(begin.id)
+    def _begin(self, begin: Begin, account: Quota, usage: Mapping[str, int]) -> Session:
+        account.add(**usage)
         now = self._clock.now()
         graph = SessionGraph(
             begin.id,
@@ -546,7 +562,7 @@ class SessionRegistry:
         session = Session(*head, graph, account, now, now, client=begin.client)
         self._sessions[begin.id] = session
         self._auths.add(session.auth)
-        self._watch(session)
+        self._expire_at(session, now + self._config.session_life_span)
         return session
 
     def restored(self, journal: CommandLog, make_log: Callable[[int], SessionLog]) -> None:
@@ -627,11 +643,14 @@ class SessionRegistry:
         for session in (*self, *self._ending.values()):
             totals[session.tenant].update(session.account.used)
         for tenant, total in totals.items():
-            assert self._tenants[tenant].used == total, (tenant, self._tenants[tenant].used, total)
+            used = Counter(self._tenants[tenant].used)
+            assert used == total, (tenant, used, total)
 
     def _watch(self, session: Session) -> None:
         # Activity does not move the timer. A timer that fires too early is set again.
-        when = self._clock.now() + self.remaining_s(session)
+        self._expire_at(session, self._clock.now() + self.remaining_s(session))
+
+    def _expire_at(self, session: Session, when: float) -> None:
         session.expiry = self._timers.call_at(when, lambda: self._check(session))
 
     def _check(self, session: Session) -> None:

@@ -3,6 +3,7 @@ sleep."""
 
 import asyncio
 import time
+from math import ceil
 from typing import Protocol
 
 
@@ -17,8 +18,9 @@ class Clock(Protocol):
 class MonotonicClock:
     """The monotonic clock of the operating system."""
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
+        # Timers of uvloop round to whole milliseconds. A sleep that ended early would be repeated
+        # up to 20 times.
+        await asyncio.sleep(ceil(1e3 * seconds) / 1e3)

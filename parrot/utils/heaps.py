@@ -128,12 +128,14 @@ class LruDict(Generic[K, V]):
     `max_weight` None: no limit; the owner calls `pop_oldest`. A value heavier than `max_weight` is
     not stored and evicts no other value."""
 
-    __slots__ = ("_items", "_max_weight", "_weigh", "weight")
+    __slots__ = ("_items", "_max_weight", "_weigh", "peek", "weight")
 
     def __init__(
         self, max_weight: int | None = None, weigh: Callable[[V], int] | None = None
     ) -> None:
         self._items: OrderedDict[K, V] = OrderedDict()
+        self.peek: Callable[[K], V | None] = self._items.get
+        """Returns the key's value, or None. Does not count as a use."""
         self._max_weight = max_weight
         self._weigh = weigh
         self.weight = 0  # Sum of the values' weights.
@@ -155,14 +157,11 @@ class LruDict(Generic[K, V]):
             self._items.move_to_end(key)
         return value
 
-    def peek(self, key: K) -> V | None:
-        """The key's value, or None. Does not count as a use."""
-        return self._items.get(key)
-
     def put(self, key: K, value: V) -> None:
         """Insert or replace the value as the most recently used one. The value must not be None."""
         assert value is not None, key
-        self.pop(key)
+        if key in self._items:
+            self.pop(key)
         weight = 1 if self._weigh is None else self._weigh(value)
         if self._max_weight is not None and weight > self._max_weight:
             return

@@ -83,9 +83,11 @@ class FarthestNextUse:
         self._unpredicted[context] = None
 
     def discard(self, context: LedgerContext) -> None:
-        self._unpredicted.pop(context, None)
-        self._by_next_use.discard(context)
-        self._prediction_expiry.discard(context)
+        if context in self._unpredicted:
+            del self._unpredicted[context]
+        else:
+            self._by_next_use.discard(context)
+            self._prediction_expiry.discard(context)
 
     def first_to_evict(self) -> LedgerContext | None:
         now = self._clock.now()

@@ -157,16 +157,17 @@ class ThinkTimes:
     def __init__(self) -> None:
         # By function and salt, and by salt alone.
         self._known: LruDict[Source | str, _Histogram] = LruDict(_MAX_HISTOGRAMS)
-        self._open: dict[int, Counter[Source]] = {}  # Calls that may be continued, by session.
+        self._open: dict[int, dict[Source, int]] = {}  # Calls that may be continued, by session.
 
     @property
     def num_open(self) -> int:
         """Number of finished calls of live sessions that were not continued so far."""
-        return sum(pending.total() for pending in self._open.values())
+        return sum(sum(pending.values()) for pending in self._open.values())
 
     def ended(self, session_id: int, source: Source) -> None:
         """A call has finished, and may be continued from now on."""
-        self._open.setdefault(session_id, Counter())[source] += 1
+        pending = self._open.setdefault(session_id, {})
+        pending[source] = pending.get(source, 0) + 1
 
     def submitted(self, completion: Completion, now: float) -> None:
         """A call is ready. If it continues another call, observe the think time between them."""
@@ -177,13 +178,13 @@ class ThinkTimes:
 
     def continued(self, session_id: int, source: Source, think_s: float) -> None:
         """Observe the think time before a call that continues a call of `source`."""
-        if (pending := self._open.get(session_id)) is not None and pending[source] > 0:
+        if (pending := self._open.get(session_id)) is not None and pending.get(source, 0) > 0:
             pending[source] -= 1
         for histogram in self._histograms(source):
             histogram.observe(think_s)
 
     def session_ended(self, session_id: int) -> None:
-        for source, count in self._open.pop(session_id, Counter[Source]()).items():
+        for source, count in self._open.pop(session_id, {}).items():
             if count:
                 for histogram in self._histograms(source):
                     histogram.abandon(count)

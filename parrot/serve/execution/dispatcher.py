@@ -311,6 +311,7 @@ class Dispatcher:
             self.events,
             self._on_engine_change,
         )
+        self.update_remaining_work = self._scheduler.update_remaining_work
         self.estimates = Estimates(self._scheduler.engines.pace)
         self._fills_eagerly = settings.eager_fill
         self._prefetch: Prefetcher | None = None  # Created with the first ready prefix.
@@ -442,9 +443,6 @@ class Dispatcher:
     @property
     def prefetch_counts(self) -> PrefetchCounts:
         return PrefetchCounts() if self._prefetch is None else self._prefetch.counts
-
-    def update_remaining_work(self, session_id: int, remaining_s: float) -> None:
-        self._scheduler.update_remaining_work(session_id, remaining_s)
 
     def release_session(self, session_id: int) -> Iterator[int]:
         """Free the session's contexts, one with each step of the iterator. Contexts in use are

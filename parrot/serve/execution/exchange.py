@@ -62,10 +62,9 @@ class Exchange:
         drafts = None if self._drafts is None else await self._drafts.sources(attempt)
         # Encode last: during another `await`, the contexts that it has found may be freed.
         parts = await self._encode(run, attempt)
-        request = open_request(self._ledger, run, attempt, parts)
+        request = open_request(self._ledger, run, attempt, parts, drafts)
         if request is None:
             return Outcome(run.text, None, 0, NO_MORE_OUTPUT)
-        request.drafts = drafts
         attempt.is_sent = True
         before = run.text
         logprobs = None if run.stats.logprobs is None else run.stats.logprobs.part(0)

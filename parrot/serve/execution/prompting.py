@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from parrot.protocol.engine_api import NO_PARENT, FillPiece, GenerateRequest
+from parrot.protocol.engine_api import NO_PARENT, DraftSources, FillPiece, GenerateRequest
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.contexts.index import Boundary, LedgerContext, Owner
 from parrot.serve.contexts.ledger import ContextLedger
@@ -48,7 +48,11 @@ def count_cached(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -
 
 
 def open_request(
-    ledger: ContextLedger, run: Run, attempt: Attempt, parts: Sequence[Units]
+    ledger: ContextLedger,
+    run: Run,
+    attempt: Attempt,
+    parts: Sequence[Units],
+    drafts: DraftSources | None,
 ) -> GenerateRequest | None:
     """Open the attempt's contexts, pin the last one, and return the request.
 
@@ -65,6 +69,7 @@ def open_request(
     context = attempt.context = prompt.open_context(run.owner, reserved=max_output)
     ledger.pin(context)
     ledger.evict_to_capacity(engine.id, completion.options.tenant)
+    # All fields are given, because each missing one costs 5 calls.
     return GenerateRequest.model_construct(
         session_id=completion.session_id,
         task_id=completion.id,
@@ -79,9 +84,14 @@ def open_request(
         client_key=completion.options.client_key,
         conversation=attempt.conversation,
         context_id=context.id,
+        parent_context_id=NO_PARENT,
+        parent_len=None,
+        end_flag=False,
         fills=prompt.fills,
         sampling_config=attempt.sampling,
         resumed_ids=attempt.resumed_ids,
+        drafts=drafts,
+        channel="",
     )
 
 

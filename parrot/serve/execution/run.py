@@ -11,7 +11,7 @@ import asyncio
 import math
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum, auto
+from enum import StrEnum, auto
 from typing import Any, NamedTuple
 
 from parrot.protocol.engine_api import GenerateResponse
@@ -50,7 +50,11 @@ _MAX_REJECTIONS = 5
 _MAX_ATTEMPTS = 100  # A run fails after this number of attempts, whatever the reasons.
 
 
-class RunState(Enum):
+class RetriesExhausted(EngineFailed):
+    """The engine has retried the request in vain, and no other engine can run it."""
+
+
+class RunState(StrEnum):
     NEW = auto()
     QUEUED = auto()  # The run is in the scheduler's queue.
     PLACED = auto()  # The run has an attempt on an engine.
@@ -195,10 +199,8 @@ class Run(CompletionTask):
     @property
     def owner(self) -> Owner:
         """The owner of the context: the session, or the tenant if several sessions wait."""
-        first = self.waiters[0].session_id
-        if all(waiter.session_id == first for waiter in self.waiters):
-            return first
-        return self.completion.options.tenant
+        sessions = {waiter.session_id for waiter in self.waiters}
+        return sessions.pop() if len(sessions) == 1 else self.completion.options.tenant
 
     @property
     def has_retries_left(self) -> bool:
@@ -302,7 +304,7 @@ def should_retry(
         case PromptTooLong() if not attempt.is_longest:
             run.max_total_len = max(run.max_total_len, engine.max_len + 1)
             return True
-        case ModelNumerics() | InvalidRequest():
+        case ModelNumerics() | InvalidRequest() | RetriesExhausted():
             return False
         case OutOfMemory() | NotFound():
             run.num_rejected += 1

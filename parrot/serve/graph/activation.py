@@ -19,7 +19,7 @@ Reads of variables call `add_reader` and `remove_reader` (serve/readers.py). A r
 program calls `start_background`. `Propagation` reports new tasks, settled inputs, finished tasks.
 """
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from math import inf, isclose
 from operator import attrgetter
@@ -141,6 +141,11 @@ class Activation:
         self._last_read_criteria = PerformanceCriteria.THROUGHPUT
         self._remaining = RemainingWork(runner, predictor)
 
+    @property
+    def has_background(self) -> bool:
+        """Whether `start_background` may start a task, now or later."""
+        return bool(self._background)
+
     def add_reader(self, reader: Reader) -> None:
         """Add a reader of an unsettled variable. The variable may have no producer yet."""
         reader.variable.readers.append(reader)
@@ -215,7 +220,8 @@ class Activation:
         task.demand, task.reader_demand = self._count_demand(task)
         if task.allows_background:
             self._background.append(task)
-        self._walk(task)
+        if task.demand:
+            self._walk(task)
 
     def input_set(self, task: Task) -> None:
         """The program has set an input of the task."""
@@ -499,7 +505,7 @@ class Propagation:
         activation: Activation,
         backlog: Backlog,
     ) -> None:
-        self.num_settled = dict.fromkeys(VariableState, 0)
+        self.num_settled: defaultdict[VariableState, int] = defaultdict(int)
         # Is called with each settled variable, before its consumers are notified.
         self.on_settled: Callable[[SemanticVariable], None] | None = None
         self._clock = clock

@@ -15,7 +15,7 @@ The prompt of completion 1 is the prompt of completion 0, then y, then its own f
 import asyncio
 import hashlib
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -201,23 +201,18 @@ class SemanticVariable:
             raise self._own_error()
         return self.text
 
-    async def stream(self, *, is_patient: bool = False) -> AsyncIterator[str]:
-        """Yield the text from its start, in deltas as they are generated. Raises the error. If
-        `is_patient`, `refuse` has no effect."""
-        sent = 0
-        while True:
-            if len(self.partial_text) > sent:
-                delta = self.partial_text[sent:]
-                sent = len(self.partial_text)
-                yield delta
-            elif self.error is not None:
+    async def text_after(self, start: int, *, is_patient: bool = False) -> str | None:
+        """Wait for text after the first `start` characters. None: there is no more. Raises the
+        error after the last text. If `is_patient`, `refuse` has no effect."""
+        while len(self.partial_text) <= start:
+            if self.error is not None:
                 raise self._own_error()
-            elif self.is_settled:
-                return
-            else:
-                refusal = await self._wait_for_change()
-                if refusal is not None and not is_patient:
-                    raise refusal.again()
+            if self.is_settled:
+                return None
+            refusal = await self._wait_for_change()
+            if refusal is not None and not is_patient:
+                raise refusal.again()
+        return self.partial_text[start:]
 
     def _own_error(self) -> ParrotError:
         assert self.error is not None, self
@@ -251,8 +246,8 @@ class SemanticVariable:
                 self._watchers.remove(watcher)
 
 
-class PieceKind(Enum):
-    """The kind of a part of a prompt. Prefix keys contain the values of this enum."""
+class PieceKind(bytes, Enum):
+    """The kind of a part of a prompt. Prefix keys contain these bytes."""
 
     CONSTANT = b"c"  # Text of the template, which may contain special tokens.
     SYSTEM = b"s"  # The system message at the start of a chat.
@@ -451,11 +446,14 @@ class Node:
 
     def wanted_consumers(self) -> "list[Task]":
         """The open consumers that count in `demand`."""
-        return [consumer for consumer in self.open_consumers() if consumer.is_counted]
-
-    def readers(self) -> Iterator[Reader]:
+        found: list[Task] = []
         for variable in self.outputs:
-            yield from variable.readers
+            if variable.consumers and not variable.is_settled:
+                found += [task for task in variable.consumers if task.is_wanted]
+        return found
+
+    def readers(self) -> list[Reader]:
+        return [reader for variable in self.outputs for reader in variable.readers]
 
 
 @dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)

@@ -144,4 +144,4 @@ def extend_key(key: bytes, segment: Segment) -> bytes:
     kind = PieceKind.VALUE if segment.kind is PieceKind.OUTPUT else segment.kind
     mark = b"." if segment.ends_turn else b"-"
     digest = segment.digest or text_digest(segment.text)
-    return hashlib.sha256(key + kind.value + mark + digest).digest()
+    return hashlib.sha256(key + kind + mark + digest).digest()

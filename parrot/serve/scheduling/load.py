@@ -510,20 +510,27 @@ class LoadIndex:
             yield from pool.members.values()
 
     def num_members(self, models: Models) -> int:
-        return sum([len(pool.members) for pool in self._pools_for(models)])
+        count = 0
+        for pool in self._pools_for(models):
+            count += len(pool.members)
+        return count
 
     def num_open(self, models: Models) -> int:
         """Number of engines with a free slot."""
-        return sum([len(pool.open) for pool in self._pools_for(models)])
+        count = 0
+        for pool in self._pools_for(models):
+            count += len(pool.open)
+        return count
 
     def pace(self, models: Models) -> Pace:
         """The average speed of the engines under their present load."""
-        known = [self._costs[model] for model in models or self._costs if model in self._costs]
-        costs = known[0] if known else _USUAL_COSTS
+        known = filter(None, map(self._costs.get, models or self._costs))
+        costs = next(known, _USUAL_COSTS)
         alone_s = costs.decode_step_s(1, 0)
-        pools = self._pools_for(models)
-        num_members = sum([len(pool.members) for pool in pools])
-        steps_s = sum([pool.step_s for pool in pools])
+        num_members, steps_s = 0, 0.0
+        for pool in self._pools_for(models):
+            num_members += len(pool.members)
+            steps_s += pool.step_s
         return Pace(costs.prefill_s, steps_s / num_members if num_members else alone_s, alone_s)
 
     def missing_features(self, task: CompletionTask) -> frozenset[str]:
@@ -579,11 +586,8 @@ class LoadIndex:
             found += [pool.members[i] for i in fitting[:count]]
         return found
 
-    def _pools_for(self, models: Models) -> list[_Pool]:
-        if not models:
-            pool = self._pools.get(_ANY_MODEL)
-            return [] if pool is None else [pool]
-        return [self._pools[name] for name in models if name in self._pools]
+    def _pools_for(self, models: Models) -> Iterator[_Pool]:
+        return filter(None, map(self._pools.get, models or (_ANY_MODEL,)))
 
 
 def _speed_class(step_s: float) -> float:

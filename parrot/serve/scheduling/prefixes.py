@@ -1,7 +1,7 @@
 """Common prefixes of prompts: of running tasks on each engine, of cached contexts, and of queued
 tasks."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import NamedTuple, Self
@@ -136,11 +136,11 @@ class QueuedBlocks:
         self._by_group = by_group
         # By prefix key or group: the number of tasks, and the sum of their prompt tokens.
         self._counts: dict[Hashable, tuple[int, int]] = {}
-        self._num_tasks: Counter[tuple[str, ...]] = Counter()
+        self._num_tasks: defaultdict[tuple[str, ...], int] = defaultdict(int)
 
     def num_tasks(self, models: tuple[str, ...]) -> int:
         """Number of queued tasks for these models."""
-        return self._num_tasks[models]
+        return self._num_tasks.get(models, 0)
 
     def add(self, task: CompletionTask) -> None:
         self._count(task, 1)

@@ -1,7 +1,7 @@
 """The limits of tenants. Quotas limit the data in ServeCore and the time of native functions, for a
 session and for a tenant. Rates limit the current calls of a tenant, and its use per minute."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -95,23 +95,26 @@ class Quota:
         parent: "Quota | None" = None,
         own: Mapping[str, int] | None = None,
     ) -> None:
-        self.used: Counter[str] = Counter()
+        self.used: defaultdict[str, int] = defaultdict(int)
         self.parent = parent
         self.own: Mapping[str, int] = own or {}  # limits of the tenant's key, which come first
         self._quota = quota
+        self._limits = quota.limits
 
     def require(self, **more: int) -> None:
         """Raise `QuotaExceeded` with the limit's name if `more` would exceed it."""
-        quota = self._quota
         for name, amount in more.items():
-            limit = self.own.get(name, getattr(quota, name, None))
+            limit = self.own.get(name, self._limits.get(name))
             if limit is not None and amount and self.used[name] + amount > limit:
-                what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
-                key = "limits" if name in self.own else quota.key
-                kind = QuotaExceeded if self.parent is not None else TenantQuotaExceeded
-                raise kind(f"{quota.holder} would {what} (`{key}.{name}`)")
+                raise self._exceeded(name, limit)
         if self.parent is not None:
             self.parent.require(**more)
+
+    def _exceeded(self, name: str, limit: int) -> QuotaExceeded:
+        what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
+        key = "limits" if name in self.own else self._quota.key
+        kind = QuotaExceeded if self.parent is not None else TenantQuotaExceeded
+        return kind(f"{self._quota.holder} would {what} (`{key}.{name}`)")
 
     def add(self, **more: int) -> None:
         for name, amount in more.items():
@@ -127,7 +130,8 @@ class Quota:
         """The session has ended: subtract its usage from the tenant's. Usage that is added later
         does not count for the tenant, because it would never be subtracted."""
         if self.parent is not None:
-            self.parent.used.subtract(self.used)
+            for name, amount in self.used.items():
+                self.parent.used[name] -= amount
             self.parent = None
 
 

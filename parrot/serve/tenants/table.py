@@ -5,7 +5,7 @@ import hmac
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import sha256
 from pathlib import Path
@@ -77,6 +77,9 @@ class TenantLimits(ConfigModel):
         return {name: limit for name, limit in given.items() if limit is not None}
 
 
+_NO_LIMITS = TenantLimits()
+
+
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A tenant, the holder of an API key."""
@@ -85,13 +88,16 @@ class Tenant:
     weight: float = 1.0  # of its share of the service, relative to other tenants
     share_group: str | None = None  # tenants with the same name share caches; None: no sharing
     scopes: frozenset[Scope] = frozenset({Scope.USER})
-    limits: TenantLimits = field(default_factory=TenantLimits)
+    limits: TenantLimits = _NO_LIMITS
     history: bool = True  # finished runs are kept
 
     def require(self, scope: Scope) -> None:
         """Raises `PermissionDenied`."""
         if scope not in self.scopes:
             raise PermissionDenied(f"the key of {self.id} does not have the scope `{scope}`")
+
+
+_PUBLIC = Tenant(PUBLIC_ID)
 
 
 def id_of_key(api_key: str) -> str:
@@ -299,6 +305,8 @@ class TenantTable:
         """Index all tenants, by their digests and ids."""
         self._by_digest = by_digest = {**self._fixed, **of_file}
         self._by_id = {one.id: (digest, one) for digest, one in by_digest.items()}
+        # Tenants with invented keys have no place here, because their number is unlimited.
+        self._salts = {one.id: self._new_salt(one) for one in (_PUBLIC, *by_digest.values())}
         return self._by_id
 
     def __iter__(self) -> Iterator[Tenant]:
@@ -310,7 +318,10 @@ class TenantTable:
 
     def get(self, tenant_id: str) -> Tenant:
         """The tenant with this id. Without a key it has default limits."""
-        return self.find(tenant_id) or Tenant(tenant_id)
+        known = self._by_id.get(tenant_id)
+        if known is not None:
+            return known[1]
+        return _PUBLIC if tenant_id == PUBLIC_ID else Tenant(tenant_id)
 
     def is_served(self, tenant_id: str) -> bool:
         """Whether the tenant may have sessions now."""
@@ -327,8 +338,12 @@ class TenantTable:
     def cache_salt(self, tenant_id: str) -> str:
         """The salt that separates the tenant's caches. Tenants of one share group have the same
         salt. Clients cannot compute it."""
-        group = self.get(tenant_id).share_group
-        whose = f"tenant {tenant_id}" if group is None else f"group {group}"
+        known = self._salts.get(tenant_id)
+        return self._new_salt(self.get(tenant_id)) if known is None else known
+
+    def _new_salt(self, tenant: Tenant) -> str:
+        group = tenant.share_group
+        whose = f"tenant {tenant.id}" if group is None else f"group {group}"
         return hmac.digest(self._secret, whose.encode(), "sha256").hex()[:_SALT_LEN]
 
     def weigh(self, tenant_id: str) -> float:

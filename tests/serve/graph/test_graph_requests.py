@@ -186,7 +186,7 @@ class TestWhatIsRefused:
         assert session is not None
         assert not session.graph.calls
         assert not session.graph.variables
-        assert session.account.used.total() == 1  # The session itself.
+        assert sum(session.account.used.values()) == 1  # The session itself.
         num_sessions = len(site.core.sessions)
         assert (await site.send("POST", PATH, json={"session": {}} | body))[0] == status
         assert len(site.core.sessions) == num_sessions
