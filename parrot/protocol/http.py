@@ -6,8 +6,8 @@ import errno
 import io
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
@@ -16,6 +16,7 @@ from parrot.protocol.transport import (
     IDLE_TIMEOUT_S,
     TIMEOUT_S,
     ErrorReader,
+    EventParser,
     Options,
     RequestOptions,
     StreamOptions,
@@ -23,7 +24,6 @@ from parrot.protocol.transport import (
     decode_answer,
     encode_body,
     own_error,
-    parse_events,
 )
 from parrot.utils.addresses import is_metadata
 from parrot.utils.traceparent import TraceParent
@@ -81,34 +81,41 @@ class HttpClient:
     async def request(self, method: str, path: str, **options: Unpack[RequestOptions]) -> Any:
         """See `Transport`. TCP keep-alive detects a lost host."""
         timeout_s = options.get("timeout_s", TIMEOUT_S)
-        async with self._exchange(method, path, options, total_s=timeout_s) as response:
-            return await self._decode(response)
+        with self._own_errors():
+            async with self._send(method, path, options, total_s=timeout_s) as response:
+                return await self._decode(response)
 
     async def text(self, path: str, *, limit: int, timeout_s: float) -> str:
         """The first `limit` bytes of the text at `path`. Raises the errors of `request`."""
-        async with self._exchange("GET", path, {}, total_s=timeout_s) as response:
-            if response.status >= 400:
-                await self._decode(response)
-            raw = bytearray()
-            async for chunk in response.content.iter_any():
-                raw += chunk
-                if len(raw) >= limit:
-                    break
-            return raw[:limit].decode(errors="replace")
+        raw = bytearray()
+        with self._own_errors():
+            async with self._send("GET", path, {}, total_s=timeout_s) as response:
+                if response.status >= 300:
+                    await self._decode(response)
+                async for chunk in response.content.iter_any():
+                    raw += chunk
+                    if len(raw) >= limit:
+                        break
+        return raw[:limit].decode(errors="replace")
 
     async def stream(
         self, method: str, path: str, **options: Unpack[StreamOptions]
     ) -> AsyncGenerator[tuple[str, bytes], None]:
         """See `Transport`."""
         idle_s = options.get("idle_timeout_s", IDLE_TIMEOUT_S)
-        async with self._exchange(method, path, options, idle_s=idle_s) as response:
-            if response.status >= 400:
-                await self._decode(response)
-            async for event in parse_events(response.content.iter_any()):
-                yield event
+        parser = EventParser()
+        with self._own_errors():
+            async with self._send(method, path, options, idle_s=idle_s) as response:
+                if response.status >= 300:
+                    await self._decode(response)
+                while chunk := await response.content.readany():
+                    for event in parser.feed(chunk):
+                        yield event
 
-    @asynccontextmanager
-    async def _exchange(
+    def _own_errors(self) -> "_OwnErrors":
+        return _OwnErrors(self.base_url)
+
+    def _send(
         self,
         method: str,
         path: str,
@@ -116,36 +123,27 @@ class HttpClient:
         *,
         total_s: float | None = None,
         idle_s: float | None = None,
-    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+    ) -> "AbstractAsyncContextManager[aiohttp.ClientResponse]":
+        """One request, and its response in the block."""
         import aiohttp
 
         raw, bearer = encode_body(options.get("body")), options.get("bearer")
         headers = {} if raw is None else {"Content-Type": "application/json"}
         if bearer is not None:
             headers["Authorization"] = f"Bearer {bearer}"
-        if (span := TraceParent.parse(options.get("traceparent"))) is not None:
+        if (given := options.get("traceparent")) and (span := TraceParent.parse(given)):
             headers["traceparent"] = str(span)
         if request_id := options.get("request_id"):
             headers["X-Request-Id"] = request_id
-        try:
-            async with self._client().request(
-                method,
-                self.base_url + path,
-                params=options.get("params"),
-                data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
-                allow_redirects=False,  # A redirect would send prompts and keys to another server.
-            ) as response:
-                if 300 <= response.status < 400:
-                    raise Unavailable(f"{self.base_url} answered with a redirect")
-                yield response
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-            text = f"no answer from {self.base_url}: {str(cause) or type(error).__name__}"
-            if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
-                raise Unreachable(text) from error
-            raise Unavailable(text) from error
+        return self._client().request(
+            method,
+            self.base_url + path,
+            params=options.get("params"),
+            data=raw if raw is None or len(raw) < _LARGE_BODY else io.BytesIO(raw),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total_s, sock_read=idle_s, sock_connect=5.0),
+            allow_redirects=False,  # A redirect would send prompts and keys to another server.
+        )
 
     def _client(self) -> "aiohttp.ClientSession":
         if self._session is None:
@@ -177,10 +175,34 @@ class HttpClient:
         return bytes(raw)
 
     async def _decode(self, response: "aiohttp.ClientResponse") -> Any:
+        if 300 <= response.status < 400:
+            raise Unavailable(f"{self.base_url} answered with a redirect")
         raw = await self._read(response)
         return decode_answer(
             raw, response.status, response.headers, self.base_url, self._read_error
         )
+
+
+class _OwnErrors:
+    """Raises `Unreachable` or `Unavailable` in place of aiohttp's errors in the block."""
+
+    def __init__(self, base_url: str) -> None:
+        self._base_url = base_url
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            return
+        import aiohttp
+
+        if not isinstance(error, aiohttp.ClientError | OSError | TimeoutError):
+            return
+        cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+        text = f"no answer from {self._base_url}: {str(cause) or type(error).__name__}"
+        if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
+            raise Unreachable(text) from error
+        raise Unavailable(text) from error
 
 
 def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:

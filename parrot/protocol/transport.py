@@ -4,11 +4,8 @@ import asyncio
 import time
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterable,
-    AsyncIterator,
     Awaitable,
     Callable,
-    Iterator,
     Mapping,
     MutableMapping,
 )
@@ -139,20 +136,20 @@ class AppTransport:
             finally:
                 messages.put_nowait(None)
 
-        async def chunks() -> AsyncIterator[bytes]:
-            while (message := await messages.get()) is not None:
-                yield message.get("body", b"")
-
         self._streams.spawn(run(), name=f"{method} {path}")
         try:
             start = await messages.get()
             if start is None:
                 raise Unavailable(f"no answer to {method} {path}")
             if start["status"] >= 400:
-                answer = b"".join([chunk async for chunk in chunks()])
+                answer = b""
+                while (message := await messages.get()) is not None:
+                    answer += message.get("body", b"")
                 decode_answer(answer, start["status"], {}, path)
-            async for event in parse_events(chunks()):
-                yield event
+            parser = EventParser()
+            while (message := await messages.get()) is not None:
+                for event in parser.feed(message.get("body", b"")):
+                    yield event
         finally:
             is_gone.set()
 
@@ -297,14 +294,15 @@ class EventParser:
         self._size = 0
         self._name, self._data = "message", bytearray()
 
-    def feed(self, chunk: bytes) -> Iterator[tuple[str, bytes]]:
-        """Yield the events (name, data) that the chunk completes."""
+    def feed(self, chunk: bytes) -> list[tuple[str, bytes]]:
+        """The events (name, data) that the chunk completes."""
         self._size += len(chunk)
         if self._size + len(self._data) > _MAX_SSE_EVENT:
             raise InternalError("an event of the stream is too large")
         self._pending.append(chunk)
+        found: list[tuple[str, bytes]] = []
         if b"\n" not in chunk:
-            return
+            return found
         *lines, rest = b"".join(self._pending).split(b"\n")
         self._pending, self._size = [rest], len(rest)
         for line in lines:
@@ -313,13 +311,6 @@ class EventParser:
             elif line.startswith(b"event:"):
                 self._name = line[6:].strip().decode(errors="replace")
             elif self._data and line in (b"", b"\r"):
-                yield self._name, bytes(self._data)
+                found.append((self._name, bytes(self._data)))
                 self._name, self._data = "message", bytearray()
-
-
-async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield the events of a stream of chunks."""
-    parser = EventParser()
-    async for chunk in chunks:
-        for event in parser.feed(chunk):
-            yield event
+        return found

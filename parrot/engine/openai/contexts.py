@@ -74,7 +74,7 @@ class TextContext:
         """Set `parent_len`. The turn `fork.after` must be over, or have filled enough. Raises
         `NotFound` if the parent is too short."""
         assert self.parent is not None
-        is_open = fork.after is None or not fork.after.over.is_set()
+        is_open = fork.after is None or not fork.after.over.done()
         known = len(self.parent) if fork.after is None or is_open else fork.after.final_len
         if fork.length is not None and fork.length > known:
             raise NotFound(
@@ -93,30 +93,36 @@ class ContextTurn:
         self.context = context
         self.job = job
         self.final_len = 0
-        self.filled: asyncio.Event = asyncio.Event()  # The job appends only its output from now on.
-        self.over: asyncio.Event = asyncio.Event()
-        self._before: asyncio.Event | None = context.turns[-1].over if context.turns else None
+        loop = asyncio.get_running_loop()
+        self._filled = loop.create_future()  # The job appends only its output from then on.
+        self.over: asyncio.Future[None] = loop.create_future()
+        self._before = context.turns[-1].over if context.turns else None
         context.turns.append(self)
 
     async def ready(self) -> TextContext:
         """Wait until the turn begins and a pending fork is done. Returns the context."""
         if self._before is not None:
-            await self._before.wait()
+            await asyncio.wait((self._before,))
         if (fork := self.context.fork) is not None:
             if fork.after is not None:
-                await fork.after.filled.wait()
+                await asyncio.wait((fork.after._filled,))
                 if self.context.parent is None or not self.context.parent.holds(fork.length):
-                    await fork.after.over.wait()
+                    await asyncio.wait((fork.after.over,))
             self.context.apply_fork(fork)
         return self.context
 
     def leave(self) -> None:
         """End the turn, so that the next job can begin. Idempotent."""
-        if not self.over.is_set():
+        if not self.over.done():
             self.final_len = len(self.context)
-            self.filled.set()
-            self.over.set()
+            self.filled()
+            self.over.set_result(None)
             self.context.turns.remove(self)
+
+    def filled(self) -> None:
+        """The job appends only its output from now on. Idempotent."""
+        if not self._filled.done():
+            self._filled.set_result(None)
 
 
 class TextContexts:

@@ -19,23 +19,18 @@ class AnswerExtra:
         self._found: dict[str, dict[str, Any]] = {}
 
     def add(self, chunk: ServerAnswer) -> None:
-        self._note("answer", chunk)
-        if chunk.usage is not None:
-            self._note("usage", chunk.usage)
-        for choice in chunk.choices[:1]:
-            self._note("choice", choice)
-            message = choice.message or choice.delta
-            if message is not None and (fields := _unknown(message)):
-                self._message.append(fields)
+        choice = chunk.choices[0] if chunk.choices else None
+        message = None if choice is None else choice.message or choice.delta
+        for place, part in (("answer", chunk), ("usage", chunk.usage), ("choice", choice)):
+            if part is not None and part.__pydantic_extra__ and (fields := _unknown(part)):
+                self._found.setdefault(place, {}).update(fields)
+        if message is not None and message.__pydantic_extra__ and (fields := _unknown(message)):
+            self._message.append(fields)
 
     def fields(self) -> dict[str, Any] | None:
         """The fields by the object that contains them; None: there are none."""
         found = self._found | ({"message": self._message} if self._message else {})
         return found or None
-
-    def _note(self, place: str, part: BaseModel) -> None:
-        if fields := _unknown(part):
-            self._found.setdefault(place, {}).update(fields)
 
 
 def _unknown(part: BaseModel) -> dict[str, Any]:

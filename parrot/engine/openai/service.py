@@ -7,20 +7,18 @@ import os
 from base64 import b64encode
 from collections.abc import (
     AsyncGenerator,
-    AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
 from struct import pack
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from parrot.engine.config import OpenAIConfig
 from parrot.engine.core.steps import StepCostFit
@@ -67,21 +65,14 @@ _R = TypeVar("_R")
 _LATENCY_SMOOTHING = 0.1  # Weight of the newest answer in the moving average of latencies.
 
 
-@dataclass(eq=False)
-class _Job(Generic[_R]):
-    """One request of this engine."""
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One request of this engine. It runs in the task of its caller."""
 
-    turns: dict[int, ContextTurn]
-    task: "asyncio.Task[_R]" = field(init=False)
+    task: asyncio.Task[Any]
+    ended: asyncio.Future[None]
+    turns: Mapping[int, ContextTurn] = field(default_factory=dict)
     error: ParrotError | None = None  # The reason of an abort.
-
-    async def result(self) -> _R:
-        try:
-            return await self.task
-        except asyncio.CancelledError:
-            if self.error is not None:
-                raise self.error from None
-            raise
 
 
 class PriorityGate:
@@ -94,16 +85,12 @@ class PriorityGate:
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self.num_admitted = 0
 
-    @asynccontextmanager
-    async def admit(self, priority: int) -> AsyncIterator[None]:
+    async def enter(self, priority: int) -> None:
+        """Wait until the request is admitted. Then the caller must `leave`."""
         if self.num_admitted < self.limit:
             self.num_admitted += 1
         else:
             await self._wait(priority)
-        try:
-            yield
-        finally:
-            self._leave()
 
     async def _wait(self, priority: int) -> None:
         admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -112,10 +99,10 @@ class PriorityGate:
             await admitted
         except asyncio.CancelledError:
             if admitted.done() and not admitted.cancelled():
-                self._leave()
+                self.leave()
             raise
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Admit the first waiting request that was not cancelled, unless the limit is exceeded."""
         while self._waiting and self.num_admitted <= self.limit:
             _, _, admitted = heapq.heappop(self._waiting)
@@ -135,9 +122,20 @@ class _Totals(NamedTuple):
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """A running answer. The caller sets `usage` when the server reports it."""
+    """A running answer, which ends with the block. The caller sets `usage` when the server reports
+    it. `before`: the totals at the start."""
 
+    costs: "AnswerCosts"
+    before: _Totals
+    began: float
+    num_tokens: float
     usage: Usage | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.costs.ended(self)
 
 
 class AnswerCosts:
@@ -165,28 +163,27 @@ class AnswerCosts:
         """The estimated costs. None before the first answer with a token count."""
         return self._fit.costs()
 
-    @contextmanager
-    def answering(self, num_tokens: float) -> Iterator[TimedAnswer]:
-        """Measure one answer, from the start to the end of the block. `num_tokens` is the estimated
+    def answering(self, num_tokens: float) -> TimedAnswer:
+        """Measure one answer, from now to the end of the block. `num_tokens` is the estimated
         length of its prompt in tokens."""
-        before, began = self._advance(), self._since
+        before = self._advance()
         self._num_answers += 1
         self._num_tokens += num_tokens
-        answer = TimedAnswer()
-        try:
-            yield answer
-        finally:
-            after = self._advance()
-            self._num_answers -= 1
-            self._num_tokens -= num_tokens
+        return TimedAnswer(self, before, self._since, num_tokens)
+
+    def ended(self, answer: TimedAnswer) -> None:
+        after = self._advance()
+        self._num_answers -= 1
+        self._num_tokens -= answer.num_tokens
         if answer.usage is not None:
-            self._learn(before, after, self._since - began, answer.usage)
+            self._learn(answer.before, after, self._since - answer.began, answer.usage)
 
     def _learn(self, before: _Totals, after: _Totals, seconds: float, usage: Usage) -> None:
         weight = _LATENCY_SMOOTHING if self.num_answered else 1.0
         self.latency_s += weight * (seconds - self.latency_s)
         self.num_answered += 1
-        self._totals = after._replace(prompt_tokens=after.prompt_tokens + usage.computed_tokens)
+        num_computed = after.prompt_tokens + usage.computed_tokens
+        self._totals = _Totals(after.answer_s, after.token_s, num_computed)
         if usage.output_tokens <= 0 or seconds <= 0:
             return
         steps_per_s = usage.output_tokens / seconds
@@ -201,9 +198,10 @@ class AnswerCosts:
     def _advance(self) -> _Totals:
         now, totals, others = self._clock.now(), self._totals, self._others
         elapsed_s, self._since = now - self._since, now
-        self._totals = totals._replace(
-            answer_s=totals.answer_s + (self._num_answers + others.num_others) * elapsed_s,
-            token_s=totals.token_s + (self._num_tokens + others.other_tokens) * elapsed_s,
+        self._totals = _Totals(
+            totals.answer_s + (self._num_answers + others.num_others) * elapsed_s,
+            totals.token_s + (self._num_tokens + others.other_tokens) * elapsed_s,
+            totals.prompt_tokens,
         )
         return self._totals
 
@@ -230,7 +228,7 @@ class OpenAIService:
         self._by_priority = config.scheduler.policy == "priority"
         default_capacity = config.tasks_capacity * config.instance.max_seq_len * CHARS_PER_TOKEN
         self._contexts = TextContexts(config.tokens_capacity or default_capacity)
-        self._jobs: set[_Job[Any]] = set()
+        self._jobs: set[_Job] = set()
         self.answered_at = -math.inf  # When the server last sent a part of an answer.
         self._costs = AnswerCosts(self._clock)
         self._watch = LoadWatch(
@@ -254,29 +252,35 @@ class OpenAIService:
 
     async def fill(self, request: FillRequest) -> FillResponse:
         _require_text([request])
-        await self._launch(
-            [request], request.cache_salt, lambda job: self._fill(job, [request])
-        ).result()
+        await self._run([request], request.cache_salt, lambda job: self._fill(job, [request]))
         return FillResponse(filled_len=len(request.text or ""))
 
     async def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
     ) -> GenerateResponse:
-        return await self._launch_generate(request, on_chunk).result()
+        """`on_chunk` receives each chunk of the answer. None: the answer is not streamed."""
+        _require_text(request.fills)
+        needs = _needs(request)
+        self._upstream.check(needs)
+        return await self._run(
+            [*request.fills, request],
+            request.cache_salt,
+            lambda job: self._generate(job, request, needs, on_chunk),
+        )
 
     async def generate_stream(
         self, request: GenerateRequest
     ) -> AsyncGenerator[StreamChunk | GenerateResponse]:
         chunks: asyncio.Queue[StreamChunk | None] = asyncio.Queue()  # None marks the end.
-        job = self._launch_generate(request, chunks.put_nowait)
-        job.task.add_done_callback(lambda _: chunks.put_nowait(None))
+        task = asyncio.create_task(self.generate(request, chunks.put_nowait))
+        task.add_done_callback(lambda _: chunks.put_nowait(None))
         try:
             while (chunk := await chunks.get()) is not None:
                 yield chunk
-            yield await job.result()
+            yield await task
         finally:
-            job.task.cancel()
-            await asyncio.gather(job.task, return_exceptions=True)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
         raise UnsupportedField(
@@ -285,7 +289,7 @@ class OpenAIService:
         yield
 
     async def read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
-        return await self._launch([], "", lambda job: self._read(request)).result()
+        return await self._run([], "", lambda job: self._read(request))
 
     async def _read(self, request: EmbedRequest) -> EmbedResponse | ScoreResponse:
         await self._upstream.probe()
@@ -297,16 +301,20 @@ class OpenAIService:
     async def _score(self, request: ScoreRequest) -> ScoreResponse:
         answer = ScoreResponse(logprobs=[])
         for given in request.inputs:
-            async with self._gate.admit(request.priority if self._by_priority else 0):
+            await self._gate.enter(request.priority if self._by_priority else 0)
+            try:
                 found, num_tokens = await self._upstream.score(
                     given, request.num_top, request.cache_salt, request.client_key
                 )
+            finally:
+                self._gate.leave()
             answer.logprobs.append(found)
             answer.prompt_tokens += num_tokens
         return answer
 
     async def _embed(self, request: EmbedRequest) -> EmbedResponse:
-        async with self._gate.admit(request.priority if self._by_priority else 0):
+        await self._gate.enter(request.priority if self._by_priority else 0)
+        try:
             answer = await self._upstream.embed(
                 request.inputs,
                 request.traceparent,
@@ -314,6 +322,8 @@ class OpenAIService:
                 request.client_key,
                 request.extra,
             )
+        finally:
+            self._gate.leave()
         vectors = [pack(f"<{len(unit)}f", *unit) for unit in [v.unit() for v in answer.data]]
         return EmbedResponse(
             embeddings=[b64encode(vector).decode() for vector in vectors],
@@ -401,50 +411,45 @@ class OpenAIService:
 
     # Jobs
 
-    def _launch_generate(
-        self, request: GenerateRequest, on_chunk: OnChunk | None
-    ) -> _Job[GenerateResponse]:
-        """`on_chunk` receives each chunk of the answer. None: the answer is not streamed."""
-        _require_text(request.fills)
-        self._upstream.check(_needs(request))
-        wanted: list[FillPiece | GenerateRequest] = [*request.fills, request]
-        return self._launch(
-            wanted, request.cache_salt, lambda job: self._generate(job, request, on_chunk)
-        )
-
-    def _launch(
+    async def _run(
         self,
         wanted: Sequence[FillPiece | GenerateRequest],
         salt: str,
-        work: Callable[[_Job[_R]], Coroutine[Any, Any, _R]],
-    ) -> _Job[_R]:
-        """Take the request's turns now, so that turns are in order of arrival. The work runs in its
-        own task, which `free_contexts` can cancel."""
+        work: Callable[[_Job], Awaitable[_R]],
+    ) -> _R:
+        """Take the request's turns now, so that turns are in order of arrival, and do the work.
+        `free_contexts` can cancel it. Raises the error of an abort."""
         if self._state is not ServiceState.READY:
             raise Unavailable("the engine is not running")
         if len(self._jobs) >= self._config.max_requests:
             raise QuotaExceeded(f"the engine already has {len(self._jobs)} requests")
-        job: _Job[_R] = _Job({})
+        task = asyncio.current_task()
+        assert task is not None
+        job = _Job(task, asyncio.get_running_loop().create_future())
         job.turns = self._contexts.enter(wanted, job, salt)
         self._jobs.add(job)
-        job.task = asyncio.create_task(work(job))
-        job.task.add_done_callback(lambda _: self._forget(job))
-        return job
+        try:
+            return await work(job)
+        except asyncio.CancelledError:
+            if job.error is not None and task.uncancel() == 0:
+                raise job.error from None
+            raise
+        finally:
+            self._jobs.discard(job)
+            for turn in job.turns.values():
+                turn.leave()
+            job.ended.set_result(None)
 
-    def _forget(self, job: _Job[Any]) -> None:
-        self._jobs.discard(job)
-        for turn in job.turns.values():
-            turn.leave()
-
-    async def _abort(self, jobs: Collection[_Job[Any]], error: ParrotError) -> None:
+    async def _abort(self, jobs: Collection[_Job], error: ParrotError) -> None:
+        """Cancel the jobs, and wait until they have ended."""
         for job in jobs:
-            job.error = error
-            job.task.cancel()
-        await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
+            if job.error is None:
+                job.error = error
+                job.task.cancel()
+        if jobs:
+            await asyncio.wait([job.ended for job in jobs])
 
-    async def _fill(
-        self, job: _Job[Any], pieces: Sequence[FillPiece], kept: int | None = None
-    ) -> None:
+    async def _fill(self, job: _Job, pieces: Sequence[FillPiece], kept: int | None = None) -> None:
         """Fill the pieces in order. After its last piece, a context other than `kept` is released
         to the next job."""
         last_use = {piece.context_id: at for at, piece in enumerate(pieces)}
@@ -452,24 +457,30 @@ class OpenAIService:
             turn = job.turns[piece.context_id]
             self._contexts.fill(await turn.ready(), piece.text or "")
             if last_use[piece.context_id] == at:
-                turn.filled.set()
+                turn.filled()
                 if piece.context_id != kept:
                     turn.leave()
 
     async def _generate(
-        self, job: _Job[GenerateResponse], request: GenerateRequest, on_chunk: OnChunk | None
+        self,
+        job: _Job,
+        request: GenerateRequest,
+        needs: frozenset[str],
+        on_chunk: OnChunk | None,
     ) -> GenerateResponse:
         submitted = self._clock.now()
-        await self._upstream.check_with_probe(_needs(request))
+        await self._upstream.check_with_probe(needs)
         self._apply_server_limit()
         await self._fill(job, request.fills, kept=request.context_id)
         context = await job.turns[request.context_id].ready()
-        async with self._gate.admit(request.priority if self._by_priority else 0):
-            started = self._clock.now()
+        await self._gate.enter(request.priority if self._by_priority else 0)
+        try:
+            queue_s = self._clock.now() - submitted
             with self._costs.answering(len(context) / CHARS_PER_TOKEN) as answer:
-                response = await self._ask(context, request, on_chunk)
+                response = await self._ask(context, request, queue_s, on_chunk)
                 answer.usage = response.usage
-        response.usage.queue_s = started - submitted
+        finally:
+            self._gate.leave()
         return response
 
     def _apply_server_limit(self) -> None:
@@ -492,7 +503,11 @@ class OpenAIService:
                 on_chunk(StreamChunk(ids=[], text=text, logprobs=logprobs.part()))
 
     async def _ask(
-        self, context: TextContext, request: GenerateRequest, on_chunk: OnChunk | None
+        self,
+        context: TextContext,
+        request: GenerateRequest,
+        queue_s: float,
+        on_chunk: OnChunk | None,
     ) -> GenerateResponse:
         """One request to the server and its answer. Without a stream, prefill time is included in
         `decode_s`. If the server reports no usage, each chunk of a stream counts as one token."""
@@ -503,26 +518,18 @@ class OpenAIService:
         stop_string: str | None = None
         logprobs = AnswerLogprobs(request.sampling_config.logprobs)
         ask = self._upstream.stream if stream else self._upstream.complete
-        question = Question(
-            context.text(),
-            request.sampling_config,
-            request.cache_salt,
-            request.priority,
-            traceparent=request.traceparent,
-            request_id=_request_id(request),
-            client_key=request.client_key,
-            conversation=request.conversation,
-        )
         writer = AnswerWriter() if "messages" in (request.conversation or ()) else None
         extra = AnswerExtra()
-        async with aclosing(ask(question)) as chunks:
+        async with aclosing(ask(_question(context, request))) as chunks:
             async for chunk in chunks:
                 self.answered_at = self._clock.now()
+                counted = chunk.usage or counted
+                extra.add(chunk)
+                if not chunk.choices:
+                    continue
                 reason = chunk.finish_reason or reason
                 stop_string = chunk.stop_string or stop_string
-                counted = chunk.usage or counted
                 logprobs.add(chunk.logprobs)
-                extra.add(chunk)
                 text = chunk.text if writer is None else chunk.written(writer)
                 if text and stream and not texts:
                     first_text = self._clock.now()
@@ -537,6 +544,7 @@ class OpenAIService:
             cached_tokens=counted.cached_tokens,
             computed_tokens=counted.prompt_tokens - counted.cached_tokens,
             output_tokens=counted.completion_tokens,
+            queue_s=queue_s,
             prefill_s=first_text - started,
             decode_s=self._clock.now() - first_text,
         )
@@ -551,11 +559,20 @@ class OpenAIService:
         )
 
 
-def _request_id(request: GenerateRequest) -> str:
-    """The id of the client's request. A repeated attempt has its number at the end, because the
-    server may still run the attempt before it."""
+def _question(context: TextContext, request: GenerateRequest) -> Question:
+    # A repeated attempt has its number in the id: the server may still run the one before it.
     is_first = request.attempt <= 1 or not request.request_id
-    return request.request_id if is_first else f"{request.request_id}-attempt{request.attempt}"
+    number = "" if is_first else f"-attempt{request.attempt}"
+    return Question(
+        context.text(),
+        request.sampling_config,
+        request.cache_salt,
+        request.priority,
+        traceparent=request.traceparent,
+        request_id=request.request_id + number,
+        client_key=request.client_key,
+        conversation=request.conversation,
+    )
 
 
 def _needs(request: GenerateRequest) -> frozenset[str]:

@@ -269,14 +269,13 @@ def _target(config: OpenAIConfig) -> Target:
     return Target(config.model, is_chat, length_field, stream_usage=is_new)
 
 
-async def _retried(attempt: Callable[[], Awaitable[_R]], backoff: Backoff) -> _R:
-    """The result of `attempt`, which is repeated after the failures that `backoff` chooses."""
-    try:
-        return await attempt()
-    except ParrotError as error:
-        if not backoff(error):
-            raise
-        first = error
+async def _repeated(
+    attempt: Callable[[], Awaitable[_R]], backoff: Backoff, first: ParrotError
+) -> _R:
+    """The result of `attempt` after its `first` failure. It is repeated after the failures that
+    `backoff` chooses. Raises the last failure."""
+    if not backoff(first):
+        raise first
     # Stamina's loop starts after the first failure, because creating it takes 0.3 ms.
     async for again in stamina.retry_context(on=backoff, attempts=_ATTEMPTS, timeout=None):
         with again:
@@ -419,7 +418,8 @@ class Upstream:
     ) -> AsyncGenerator[ServerAnswer, None]:
         """As `stream`, but the iterator yields the whole answer at once. `backoff` replaces the
         constructor's."""
-        with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
+        request_id = self._ids.claim(self._id_to_pass(question.request_id))
+        try:
             payload = await self._within_context(
                 question,
                 lambda question: self._calls.request(
@@ -434,6 +434,8 @@ class Upstream:
                 ),
                 backoff,
             )
+        finally:
+            self._ids.release(request_id)
         answer = parse_answer(payload)
         if not answer.choices:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
@@ -442,23 +444,22 @@ class Upstream:
     async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
         """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
         `Unavailable` if the stream ends before the answer has a finish reason."""
-        with self._ids.unique(self._id_to_pass(question.request_id)) as request_id:
+        request_id = self._ids.claim(self._id_to_pass(question.request_id))
 
-            async def begin(
-                question: Question,
-            ) -> tuple[AsyncGenerator[_Event, None], _Event | None]:
-                events = self._calls.stream(
-                    "POST",
-                    self._path(question),
-                    params=self._params,
-                    body=self._body(question, stream=True),
-                    idle_timeout_s=_ANSWER_TIMEOUT_S,
-                    traceparent=question.traceparent,
-                    request_id=request_id,
-                    bearer=self._bearer(question.client_key),
-                )
-                return events, await anext(events, None)
+        async def begin(question: Question) -> tuple[AsyncGenerator[_Event, None], _Event | None]:
+            events = self._calls.stream(
+                "POST",
+                self._path(question),
+                params=self._params,
+                body=self._body(question, stream=True),
+                idle_timeout_s=_ANSWER_TIMEOUT_S,
+                traceparent=question.traceparent,
+                request_id=request_id,
+                bearer=self._bearer(question.client_key),
+            )
+            return events, await anext(events, None)
 
+        try:
             events, event = await self._within_context(question, begin)
             if event is None and self.is_serial:
                 # llama-cpp-python sends an empty stream instead of an error, and closes the
@@ -475,6 +476,8 @@ class Upstream:
                     event = await anext(events, None)
                 if event is None or not has_ended:
                     raise Unavailable(f"the stream of {self._http.base_url} was cut off")
+        finally:
+            self._ids.release(request_id)
 
     def _id_to_pass(self, request_id: str) -> str:
         return request_id if self._assumed.takes_request_id else ""
@@ -487,14 +490,22 @@ class Upstream:
     ) -> _R:
         """The result of `send`. A chat whose limit exceeds the server's context is sent again
         without the limit, because the limit of a client is often a constant."""
+        try:
+            return await send(question)
+        except ParrotError as error:
+            first = error
         backoff = backoff or self._backoff
         try:
-            return await _retried(lambda: send(question), backoff)
+            return await _repeated(lambda: send(question), backoff, first)
         except InvalidRequest as error:
             is_limit = isinstance(error, PromptTooLong) or "max_tokens" in error.message
             if not is_limit or question.limit is None or not self._target.asks_chat(question):
                 raise
-        return await _retried(lambda: send(replace(question, has_limit=False)), backoff)
+        unlimited = replace(question, has_limit=False)
+        try:
+            return await send(unlimited)
+        except ParrotError as error:
+            return await _repeated(lambda: send(unlimited), backoff, error)
 
     async def embed(
         self,
@@ -527,7 +538,11 @@ class Upstream:
             except EngineFailed as error:
                 raise refused_embedding(error) from None
 
-        return parse_embeddings(await _retried(ask, self._backoff), len(inputs))
+        try:
+            payload = await ask()
+        except ParrotError as error:
+            payload = await _repeated(ask, self._backoff, error)
+        return parse_embeddings(payload, len(inputs))
 
     async def score(
         self,

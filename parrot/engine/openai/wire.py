@@ -44,7 +44,7 @@ class AnswerWriter:
             written += reasoning if self._is_reasoning else f"<think>\n{reasoning}"
             self._is_reasoning = True
         if text:
-            written += self._end_of_reasoning() + text
+            written += self._end_of_reasoning() + text if self._is_reasoning else text
         for number, call in enumerate(calls):
             index = number if call.index is None else call.index
             known = self._calls.setdefault(index, _Function())
@@ -199,7 +199,11 @@ def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
 def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
     """Only the fields that the request sets. The server's defaults apply to other fields, and some
     servers reject unknown fields."""
-    fields = sampling.model_dump(include=set(_SAME_NAMES), exclude_defaults=True)
+    fields = {
+        name: value
+        for name in sampling.model_fields_set & _SAME_NAMES
+        if (value := getattr(sampling, name)) != SamplingConfig.model_fields[name].default
+    }
     if sampling.stop_strings:
         fields["stop"] = list(sampling.stop_strings)
     if sampling.logit_bias:
@@ -284,19 +288,20 @@ class ServerAnswer(BaseModel):
     def text(self) -> str:
         if not self.choices:
             return ""
-        message = self._message
-        return self.choices[0].text or (message and message.content) or ""
+        choice = self.choices[0]
+        message = choice.message or choice.delta
+        return choice.text or (message and message.content) or ""
 
     def written(self, writer: AnswerWriter) -> str:
         """The text of all parts of the answer, from `writer`."""
-        if (message := self._message) is None:
+        if not self.choices:
+            return ""
+        choice = self.choices[0]
+        if (message := choice.message or choice.delta) is None:
             return ""
         reasoning = message.reasoning_content or message.reasoning or ""
-        return writer.add(reasoning, self.text, message.tool_calls or [])
-
-    @property
-    def _message(self) -> _Message | None:
-        return self.choices[0].message or self.choices[0].delta if self.choices else None
+        text = choice.text or message.content or ""
+        return writer.add(reasoning, text, message.tool_calls or [])
 
     @property
     def logprobs(self) -> ChoiceLogprobs | None:
