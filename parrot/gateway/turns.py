@@ -397,10 +397,6 @@ class Turns:
         """The features of each engine of the model; None: unknown."""
         return [e.info.capabilities.features for e in self._core.fleet if e.info.model == model]
 
-    def _takes_messages(self, model: str) -> bool:
-        """Whether an engine of the model forwards messages to a server that renders them."""
-        return any("messages" in (features or ()) for features in self._features(model))
-
     def _require_calls(self, model: str, tokenizer: ModelTokenizer) -> None:
         """Raise `UnsupportedField` for tools if the model needs a grammar to call them, and no
         engine of the model supports grammars."""
@@ -414,10 +410,14 @@ class Turns:
     def _renderer(self, request: TurnRequest) -> Callable[[], Rendered]:
         """A function that renders the prompt. It may run in any thread."""
         tokenizer = self._core.fleet.tokenizer(request.model)
-        if tokenizer is None or request.unknown or request.refused:
-            request = self._with_extra(request, tokenizer)
-        is_text = tokenizer is None and not isinstance(request.prompt, str)
-        if is_text and self._takes_messages(request.model):
+        is_served = is_forwarded = False  # A server renders the messages, or gets all fields.
+        if tokenizer is None:
+            features = self._features(request.model)
+            is_text = isinstance(request.prompt, str)
+            is_served = not is_text and any("messages" in (one or ()) for one in features)
+            is_forwarded = (is_text or is_served) and _are_foreign(features)
+        request = _with_extra(request) if is_forwarded else _without_extra(request)
+        if is_served:
             return partial(served_turn, request)
         longest = None
         if request.calls is not None and tokenizer is not None:
@@ -426,30 +426,6 @@ class Turns:
         if tokenizer is None and request.tokens is not None:
             return partial(token_turn, request.samplings, request.tokens)
         return partial(rendered_turn, request, tokenizer, longest)
-
-    def _with_extra(self, request: TurnRequest, tokenizer: ModelTokenizer | None) -> TurnRequest:
-        """The request with the fields for the servers behind the model's engines. For other engines
-        raises `ValidationFailed` for an unknown field, and the first error of `refused`."""
-        if tokenizer is not None or not self._takes_extra(request):
-            for name in request.unknown:
-                raise unknown_field(name)
-            for error in request.refused:
-                raise error
-            return request
-        extra = {**request.ignored(), **request.unknown}
-        if not extra:
-            return request
-        samplings = [one.model_copy(update={"extra": extra}) for one in request.samplings]
-        return replace(request, samplings=samplings)
-
-    def _takes_extra(self, request: TurnRequest) -> bool:
-        """Whether all engines of the model forward the request's prompt and further fields."""
-        is_forwarded = isinstance(request.prompt, str) or self._takes_messages(request.model)
-        return is_forwarded and self._are_foreign(request.model)
-
-    def _are_foreign(self, model: str) -> bool:
-        """Whether all engines of the model forward further fields to a server."""
-        return all("extra" in (features or ()) for features in self._features(model))
 
     async def count_tokens(
         self, model: str, prompt: PromptSource, options: Mapping[str, Any]
@@ -469,7 +445,7 @@ class Turns:
         """The `prompt` and `tokens` of a `TurnRequest` for a prompt of these token ids. The text is
         empty if only a foreign server knows it. Raises as `tokens` does, and `InvalidRequest`."""
         model = self._aliases.get(model, model)
-        if self._core.fleet.tokenizer(model) is None and self._are_foreign(model):
+        if self._core.fleet.tokenizer(model) is None and _are_foreign(self._features(model)):
             return "", TokenizedText(FOREIGN_TOKENIZER, tuple(ids))
         return await prompt_of_tokens(ids, model, self._core.fleet.tokenizer(model))
 
@@ -523,6 +499,30 @@ def _known_part(place: PromptPlace | None) -> tuple[int, int]:
     return place.ending.length, place.num_known
 
 
+def _are_foreign(features: Sequence[frozenset[str] | None]) -> bool:
+    """Whether all engines of a model forward further fields to a server."""
+    return all("extra" in (one or ()) for one in features)
+
+
+def _with_extra(request: TurnRequest) -> TurnRequest:
+    """The request with the fields for the servers behind the model's engines."""
+    extra = {**request.ignored(), **request.unknown}
+    if not extra:
+        return request
+    samplings = [one.model_copy(update={"extra": extra}) for one in request.samplings]
+    return replace(request, samplings=samplings)
+
+
+def _without_extra(request: TurnRequest) -> TurnRequest:
+    """The request for engines that forward no further fields. Raises `ValidationFailed` for an
+    unknown field, and the first error of `refused`."""
+    for name in request.unknown:
+        raise unknown_field(name)
+    for error in request.refused:
+        raise error
+    return request
+
+
 def _scope(request: TurnRequest) -> Mapping[str, Any]:
     """Values besides the messages that are equal in all turns of a conversation."""
     return {"tenant": request.tenant, "model": request.model, "options": request.options}
@@ -539,9 +539,12 @@ def _prefix_header(ending: Ending | None, left: PrefixBreak | None, length: int)
 
 def _usage_of(fill: Sequence[Piece], num_new: int, prediction: str) -> dict[str, int]:
     """The quota usage of a call with this prompt and `num_new` new variables."""
-    pieces = [piece for piece in fill if isinstance(piece, TextPiece)]
-    size = num_bytes([prediction, *(piece.text for piece in pieces)])
-    size += sum(_TOKEN_BYTES * len(p.tokenized.ids) for p in pieces if p.tokenized is not None)
+    texts, num_tokens = [prediction], 0
+    for piece in fill:
+        if isinstance(piece, TextPiece):
+            texts.append(piece.text)
+            num_tokens += 0 if piece.tokenized is None else len(piece.tokenized.ids)
+    size = num_bytes(texts) + _TOKEN_BYTES * num_tokens
     return {"calls": 1, "variables": num_new, "text_bytes": size}
 
 

@@ -10,10 +10,9 @@ into error responses. Servers add their own layers before and after these.
 
 import asyncio
 import logging
-import secrets
+import os
 import socket
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -22,7 +21,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any, TypeVar
@@ -63,7 +62,11 @@ _KEEP_ALIVE = b": keep-alive\n\n"
 _TURN_BYTES = 2**16  # Bytes that a stream sends before it yields to other tasks.
 _TURN_ITEMS = 4096  # Items of a list that are encoded before other tasks may run.
 # Proxies must forward events immediately.
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_STREAM_HEADERS = (
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+)
 
 _JSON_HEADER = b"content-type", JSON.encode()
 _HEADERS = {
@@ -169,7 +172,7 @@ async def run_until_disconnect(request: Request, work: Awaitable[R]) -> R:
 
     def watch() -> None:
         nonlocal watcher
-        watcher = asyncio.ensure_future(_disconnected(request))
+        watcher = asyncio.get_running_loop().create_task(_disconnected(request))
         watcher.add_done_callback(interrupt)
 
     suspended = asyncio.get_running_loop().call_soon(watch)
@@ -213,10 +216,13 @@ class EventStream(Response):
         self,
         events: AsyncIterator[Events],
         refuse: Callable[[ParrotError], Response] | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         self.background = None
         self.status_code = 200
-        self.init_headers(_STREAM_HEADERS)
+        self.raw_headers = list(_STREAM_HEADERS)
+        for name, value in (headers or {}).items():
+            self.raw_headers.append((name.encode("latin-1"), value.encode("latin-1")))
         self._events = events
         self._refuse = refuse
         self._has_begun = False
@@ -246,16 +252,18 @@ class EventStream(Response):
         )
         size = 0  # Bytes sent in this iteration of the event loop.
         try:
-            async with aclosing(self._encoded()) as chunks:
-                async for chunk in chunks:
+            while chunk := await self._next():
+                if not self._has_begun:
                     await self._begin(send)
-                    self._sent_at = loop.time()
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                    if (size := size + len(chunk)) > _TURN_BYTES:
-                        # Without this, an iterator that never waits would block the event loop.
-                        size = 0
-                        await asyncio.sleep(0)
+                self._sent_at = loop.time()
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                if (size := size + len(chunk)) > _TURN_BYTES:
+                    # Without this, an iterator that never waits would block the event loop.
+                    size = 0
+                    await asyncio.sleep(0)
         finally:
+            if (aclose := getattr(self._events, "aclose", None)) is not None:
+                await aclose()
             idle.cancel()
             if tasks:
                 await tasks.close()
@@ -281,24 +289,22 @@ class EventStream(Response):
             self._sent_at = loop.time()
             await send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
 
-    async def _encoded(self) -> AsyncGenerator[bytes]:
-        events = self._events
+    async def _next(self) -> bytes:
+        """The next events, encoded. Empty at the end. An error is the last event."""
         try:
-            async for given in events:
+            async for given in self._events:
                 if isinstance(given, bytes):
-                    yield given
-                elif isinstance(given, tuple):
-                    yield _event_bytes(*given)
-                elif given:
-                    yield b"".join([_event_bytes(*event) for event in given])
+                    return given
+                if isinstance(given, tuple):
+                    return _event_bytes(*given)
+                if given:
+                    return b"".join([_event_bytes(*event) for event in given])
         except ParrotError as error:
-            yield self._failed(error)
+            return self._failed(error)
         except Exception:
             logger.exception("a stream failed")
-            yield self._failed(InternalError("internal error"))
-        finally:
-            if (aclose := getattr(events, "aclose", None)) is not None:
-                await aclose()
+            return self._failed(InternalError("internal error"))
+        return b""
 
     def _failed(self, error: ParrotError) -> bytes:
         """The final `error` event. Raises the error if the stream has not begun."""
@@ -398,7 +404,7 @@ class RequestIds:
             if name == b"x-request-id":
                 value = given[:_MAX_REQUEST_ID]
                 break
-        value = value or b"req_%b" % secrets.token_hex(12).encode()
+        value = value or b"req_%b" % os.urandom(12).hex().encode()
         scope["request_id"] = value.decode("latin-1")
 
         async def answer(message: Message) -> None:

@@ -9,6 +9,7 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from enum import StrEnum
@@ -265,7 +266,7 @@ class Endpoint:
             arguments = {name: getattr(path, name) for name in request.path_params}
         if self.takes is not None:
             fields = await self._read_fields(request)
-            for name in arguments.keys() & self.takes.model_fields:
+            for name in [name for name in arguments if name in self.takes.model_fields]:
                 value = arguments.pop(name)
                 if isinstance(fields, dict):
                     fields[name] = value
@@ -286,13 +287,13 @@ class Endpoint:
             fields = dict(request.query_params) | fields
         bearer = self._bearer
         if bearer is not None and fields.get(bearer) is None:
-            fields |= {} if (token := bearer_token(request)) is None else {bearer: token}
+            fields |= {} if (token := bearer_token(request.headers)) is None else {bearer: token}
         if self._is_traced and fields.get("traceparent") is None:
             given = request.headers.get("traceparent")
             if given is not None and TraceParent.parse(given) is not None:
                 fields["traceparent"] = given
         if self._is_repeatable and fields.get("idempotency_key") is None:
-            fields["idempotency_key"] = idempotency_key_of(request)
+            fields["idempotency_key"] = idempotency_key_of(request.headers)
         return fields
 
     def _response(self, result: object) -> Response:
@@ -308,8 +309,16 @@ class Endpoint:
 
 def declared_size(request: Request) -> int:
     """The `Content-Length` in bytes, or 0 without one."""
-    declared = request.headers.get("content-length", "")
-    return int(declared) if declared.isdecimal() else 0
+    declared = header(request, b"content-length")
+    return int(declared) if declared.isdigit() else 0
+
+
+def header(request: Request, name: bytes) -> bytes:
+    """The value of a header, faster than with Starlette's `Headers`. Empty without one."""
+    for known, value in request.scope["headers"]:
+        if known == name:
+            return bytes(value)
+    return b""
 
 
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
@@ -357,7 +366,7 @@ async def read_json(
     raw = await read_body(request, rules)
     if not raw and "origin" not in request.headers:
         return {}
-    declared = request.headers.get("content-type", "")
+    declared = header(request, b"content-type").decode("latin-1")
     if declared.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMediaType(f"the body must be declared as {JSON}, not {declared!r:.80}")
     if not raw:
@@ -393,19 +402,19 @@ def parse_payload(model: type[T], payload: Any) -> T:
         raise ValidationFailed(f"{where}{first['msg']}{more}", param=param or None) from None
 
 
-def bearer_token(request: Request) -> str | None:
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+def bearer_token(headers: Mapping[str, str]) -> str | None:
+    scheme, _, token = headers.get("authorization", "").partition(" ")
     return token if scheme.lower() == "bearer" and token else None
 
 
-def api_key_of(request: Request) -> str | None:
+def api_key_of(headers: Mapping[str, str]) -> str | None:
     """The Bearer token, or the header `x-api-key` (Anthropic's)."""
-    return bearer_token(request) or request.headers.get("x-api-key")
+    return bearer_token(headers) or headers.get("x-api-key")
 
 
-def idempotency_key_of(request: Request) -> str | None:
+def idempotency_key_of(headers: Mapping[str, str]) -> str | None:
     """The header `Idempotency-Key`. Raises `InvalidRequest` above 256 characters."""
-    key = request.headers.get("idempotency-key")
+    key = headers.get("idempotency-key")
     if key is not None and len(key) > _MAX_KEY:
         text = f"`Idempotency-Key` has more than {_MAX_KEY} characters"
         raise InvalidRequest(text, param="Idempotency-Key")
@@ -414,7 +423,7 @@ def idempotency_key_of(request: Request) -> str | None:
 
 def knows_cluster_token(request: Request, expected: str | None) -> bool:
     """Whether the request has the cluster token, or no token is configured."""
-    return expected is None or tokens_equal(bearer_token(request) or "", expected)
+    return expected is None or tokens_equal(bearer_token(request.headers) or "", expected)
 
 
 def require_cluster_token(request: Request, expected: str | None) -> None:

@@ -250,7 +250,7 @@ class _ProgramRoutes:
     def _admits(self, request: Request) -> bool:
         """A large body is accepted only from a known session or key, which the headers contain."""
         core = self.core
-        credential = bearer_token(request) or request.query_params.get("session_auth", "")
+        credential = bearer_token(request.headers) or request.query_params.get("session_auth", "")
         if core.sessions.shard is not None:
             core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
@@ -336,7 +336,7 @@ def key_check(core: ServeCore) -> Check:
     """A check that requires an API key, if there are any."""
 
     def check(request: Request) -> None:
-        core.tenant(api_key_of(request))
+        core.tenant(api_key_of(request.headers))
 
     return check
 
@@ -349,7 +349,7 @@ def _holder_of(core: ServeCore, scope: Scope) -> Callable[[Request], str]:
     def holder(request: Request) -> str:
         if knows_cluster_token(request, token):
             return "operator"
-        tenant = core.tenants.find_by_key(api_key_of(request) or "")
+        tenant = core.tenants.find_by_key(api_key_of(request.headers) or "")
         if tenant is None:
             raise AuthenticationFailed(
                 f"missing or wrong cluster token, or API key with the scope `{scope}` "

@@ -103,7 +103,7 @@ class ChatRequest(GenerationFields):
     tool_choice: Label | JsonObject | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, max_length=64)
-    chat_template_kwargs: dict[str, Any] = Field({}, max_length=32)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict, max_length=32)
     modalities: list[Label] | None = Field(None, max_length=8)
     verbosity: Ignored = None
 

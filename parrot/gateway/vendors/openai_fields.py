@@ -47,7 +47,19 @@ from parrot.protocol.sampling import (
 
 MAX_CHOICES = 16  # Answers per request.
 MAX_PARTS = 1024  # Parts of a message.
+_OUR_NAMES = {theirs: ours for ours, theirs in (OPENAI_NAMES | VLLM_NAMES).items()}
 _CONSTRAINTS = {"json": "json_schema", "regex": "regex", "choice": "choices", "grammar": "grammar"}
+_CONSTRAINING = frozenset(
+    {
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    }
+)
+_FORMATS = frozenset({"text", "json_object", "json_schema"})  # Formats that Parrot supports.
 
 Json = dict[str, Any]
 
@@ -255,12 +267,12 @@ class CommonFields(ChainedFields):
 
     def ignored(self) -> Json:
         """The fields of `in_extra` that are set."""
-        given = {name: getattr(self, name) for name in self.in_extra}
-        return {
-            name: value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-            for name, value in given.items()
-            if value is not None
-        }
+        found: Json = {}
+        for name in self.model_fields_set.intersection(self.in_extra):
+            if (value := getattr(self, name)) is not None:
+                is_model = isinstance(value, BaseModel)
+                found[name] = value.model_dump(exclude_unset=True) if is_model else value
+        return found
 
     @property
     def criteria(self) -> PerformanceCriteria:
@@ -321,8 +333,8 @@ class GenerationFields(CommonFields):
     @property
     def _has_other_format(self) -> bool:
         """Whether the format is one that only servers behind engines may support."""
-        kind = (self.response_format or {}).get("type", "text")
-        return kind not in ("text", "json_object", "json_schema")
+        given = self.response_format
+        return given is not None and given.get("type", "text") not in _FORMATS
 
     def refused(self) -> Refused:
         """Errors for values that only servers behind engines support."""
@@ -338,7 +350,9 @@ class GenerationFields(CommonFields):
     def _constraint(self) -> Json:
         """The field of `SamplingConfig` that constrains the output. Raises `InvalidRequest` for
         more than one constraint."""
-        is_other = self.response_format is not None and self._has_other_format
+        if self.model_fields_set.isdisjoint(_CONSTRAINING):
+            return {}
+        is_other = self._has_other_format
         of_format = {} if is_other else constraint(self.response_format)
         given = self.structured_outputs
         asked = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice")}
@@ -384,14 +398,13 @@ class GenerationFields(CommonFields):
 def sampling_fields(request: ChainedFields, **given: Any) -> dict[str, Any]:
     """The fields of `SamplingConfig` that a request sets under vendors' names, except those in
     `given`. None, empty stop strings and empty biases count as not set."""
-    names = {**OPENAI_NAMES, **VLLM_NAMES}
-    found = {ours: getattr(request, names[ours], None) for ours in names.keys() - given.keys()}
-    is_set = {
-        name: value
-        for name, value in found.items()
-        if value is not None and (value or name not in ("stop_str", "logit_bias"))
-    }
-    return is_set | {name: value for name, value in given.items() if value is not None}
+    found = {name: value for name, value in given.items() if value is not None}
+    for name in request.model_fields_set & _OUR_NAMES.keys():
+        ours, value = _OUR_NAMES[name], getattr(request, name)
+        is_empty = value is None or (not value and ours in ("stop_str", "logit_bias"))
+        if ours not in given and not is_empty:
+            found[ours] = value
+    return found
 
 
 def _set(fields: Json) -> Json:
