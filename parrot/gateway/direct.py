@@ -22,7 +22,7 @@ from parrot.protocol.errors import (
 from parrot.protocol.sampling import Logprobs
 from parrot.serve.config import CoreConfig
 from parrot.serve.execution.fleet import Engine, Fleet
-from parrot.serve.execution.run import final_error, needs_ping
+from parrot.serve.execution.run import RetriesExhausted, final_error, needs_ping
 from parrot.serve.tenants.limits import Meters, QueuedByTenant, require_share
 from parrot.serve.tenants.table import TenantTable
 
@@ -200,7 +200,7 @@ class DirectRequests:
                 if needs_ping(error):
                     await self._fleet.check_reachable(engine)
                 failed.append(engine.id)
-                is_final = isinstance(error, InvalidRequest | ModelNumerics)
+                is_final = isinstance(error, InvalidRequest | ModelNumerics | RetriesExhausted)
                 if is_final or len(failed) == _MAX_FAILED or not self._engines(model):
                     raise final_error(engine, error) from None
                 if isinstance(error, QuotaExceeded) and len(failed) >= len(self._engines(model)):

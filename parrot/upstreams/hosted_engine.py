@@ -1,8 +1,10 @@
 """The client of an engine that runs in the same process."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
+from parrot.engine.openai.upstream import TemporaryFailure
 from parrot.engine.service import EngineService
 from parrot.protocol.engine_api import (
     EmbedRequest,
@@ -19,6 +21,9 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import NotFound
+from parrot.serve.execution.run import RetriesExhausted
+
+_R = TypeVar("_R")
 
 
 class HostedEngine(EngineClient):
@@ -30,11 +35,14 @@ class HostedEngine(EngineClient):
         service: EngineService,
         incarnation: str,
         require_server: Callable[[], Awaitable[None]],
+        is_alone: Callable[[], bool],
     ) -> None:
-        """`require_server` raises `Unavailable` if the server does not answer."""
+        """`require_server` raises `Unavailable` if the server does not answer. `is_alone`: no other
+        engine has the model, so the service retries temporary failures."""
         self._service = service
         self._incarnation = incarnation
         self._require_server = require_server
+        self._is_alone = is_alone
         self.closed = asyncio.Event()
 
     async def close(self) -> None:
@@ -44,10 +52,10 @@ class HostedEngine(EngineClient):
     async def fill(self, request: FillRequest) -> FillResponse:
         return await self._service.fill(request)
 
-    async def generate(
+    def generate(
         self, request: GenerateRequest, on_chunk: OnChunk | None = None
-    ) -> GenerateResponse:
-        return await self._service.generate(request, on_chunk)
+    ) -> Coroutine[Any, Any, GenerateResponse]:
+        return self._result(self._service.generate(request, on_chunk))
 
     def generate_stream(
         self, request: GenerateRequest
@@ -58,14 +66,22 @@ class HostedEngine(EngineClient):
         return self._service.follow(context_id)
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
-        response = await self._service.read(request)
+        response = await self._result(self._service.read(request))
         assert isinstance(response, EmbedResponse), response
         return response
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        response = await self._service.read(request)
+        response = await self._result(self._service.read(request))
         assert isinstance(response, ScoreResponse), response
         return response
+
+    async def _result(self, work: Awaitable[_R]) -> _R:
+        try:
+            return await work
+        except TemporaryFailure as error:
+            if self._is_alone():
+                raise RetriesExhausted(error.message) from error
+            raise
 
     async def free_contexts(self, context_ids: Sequence[int]) -> int:
         return await self._service.free_contexts(context_ids)

@@ -49,7 +49,7 @@ class ServedModel:
             backoff=self._retries_here,
             forwards_key=forwards_key,
         )
-        self._client = HostedEngine(self._service, new_token(), require_server)
+        self._client = HostedEngine(self._service, new_token(), require_server, self._is_alone)
         self._engine: Engine | None = None  # None: not registered yet.
 
     @property

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import stamina
 from fastapi import Request, Response
 
 from parrot.upstreams import servers
@@ -113,6 +114,17 @@ async def test_a_server_error_is_tried_on_another_server() -> None:
         client = await in_front(stack, broken, FakeOpenAI(reply="good"))
         assert {await client.said() for _ in range(4)} == {"good"}
         assert len(broken.bodies) <= 4, "each call is sent there once"
+
+
+async def test_the_only_server_gets_five_requests_for_a_call_that_fails() -> None:
+    broken = FakeOpenAI(faults=[Fault(500, {"error": {"message": "bad GPU"}})] * 99)
+    async with AsyncExitStack() as stack:
+        client = await in_front(stack, broken)
+        stack.enter_context(stamina.set_testing(True, attempts=5))  # No pauses.
+        status, answer = await client.ask()
+        assert (status, answer["error"]["code"]) == (502, "engine_failed")
+        assert "bad GPU" in answer["error"]["message"]
+        assert len(broken.bodies) == 5
 
 
 # A server that dies

@@ -30,7 +30,7 @@ class HaltingEngine(HostedEngine):
     """A service in this process. Each output halts after `num_chunks` chunks; None: never."""
 
     def __init__(self, service: EngineService, name: str, num_chunks: int | None) -> None:
-        super().__init__(service, name, has_no_server)
+        super().__init__(service, name, has_no_server, lambda: False)
         self.service, self.num_chunks = service, num_chunks
         self.info = service.engine_info().model_copy(
             update={"engine_name": name, "host": "127.0.0.1", "port": 9001}
