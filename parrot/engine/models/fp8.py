@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from parrot.engine.attention.quantised import quantise
 
@@ -103,10 +104,17 @@ def _block_product(
     if codes.device.type == "cpu":
         product = (codes.float() @ matrix.numbers().t()).mul_(powers).to(dtype)
     else:
-        # cuBLAS wants a factor for 128 inputs of a row, with the rows contiguous.
+        # cuBLAS needs a factor for each 128 inputs of a row, with those of all rows contiguous and
+        # aligned.
+        rows = len(codes)
+        padding = (0, 0, 0, -rows % ALIGNMENT)
+        if padding[-1]:
+            codes = F.pad(codes.view(torch.uint8), padding).view(torch.float8_e4m3fn)
+            powers = F.pad(powers, padding)
         factors = powers.t().expand(matrix.scales.shape[1], -1).contiguous().t()
         scales = matrix.scales.t()
         product = torch._scaled_mm(codes, matrix.codes.t(), factors, scales, out_dtype=dtype)
+        product = product[:rows]
     return product if bias is None else product.add_(bias)
 
 

@@ -124,11 +124,17 @@ def test_parts_of_a_product() -> None:
     assert relative_error(parts.sum(0), x.double() @ whole.numbers().double().T) < 1e-5
 
 
-@pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS, FEW_ROWS + 1])
-@pytest.mark.parametrize("packed", [(True, True, True), (False, True, True), (True, False, False)])
-@pytest.mark.parametrize("inner", [1024, 896])
+@pytest.mark.parametrize(
+    ("num_rows", "packed", "inner"),
+    [
+        *((rows, (True, True, True), 896) for rows in (1, 20, FEW_ROWS, FEW_ROWS + 1)),
+        *((rows, (False, True, True), 896) for rows in (1, FEW_ROWS + 1)),
+        *((rows, (True, False, False), 896) for rows in (1, 20)),
+        *((rows, (True, True, True), 8192) for rows in (1, 20)),
+    ],
+)
 def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int) -> None:
-    """Also beside matrices in plain numbers. An inner width of 1024 is split."""
+    """Also beside matrices in plain numbers. An inner width of 8192 is split."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden, gain = 96, torch.rand(96, generator=generator) + 0.5
     shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
@@ -145,7 +151,7 @@ def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int
     middle = gate_up.gated(x, for_e4m3=down.reads_e4m3)
     normed = down.add_and_norm(middle, residual, RMSNorm(gain, 1e-5), for_e4m3=False)
     assert isinstance(normed, UndividedRows) == (
-        num_rows <= FEW_ROWS and not (packed[1] and inner == 1024)
+        num_rows <= FEW_ROWS and not (packed[1] and inner == 8192)
     )
     last = following(normed)
 
@@ -192,16 +198,20 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
 
 
 def test_products_with_few_programs_are_split() -> None:
-    assert FourBitProduct(8, 4096, 112).num_splits > 1
-    assert FourBitProduct(8, 28672, 32).num_splits == 1, "there are enough programs"
-    assert FourBitProduct(8, 4096, 33).num_splits == 1, "parts would not be even"
+    assert FourBitProduct(8, 4096, 112).num_splits == 4
+    assert FourBitProduct(8, 4096, 32).num_splits == 1, "a program has few blocks"
+    assert FourBitProduct(8, 28672, 112).num_splits == 1, "there are enough programs"
+    assert FourBitProduct(8, 4096, 113).num_splits == 1, "parts would not be even"
+    assert FourBitProduct(64, 4096, 112).num_splits == 7
+    assert FourBitProduct(64, 4096, 32).num_splits == 4
+    assert FourBitProduct(64, 28672, 32).num_splits == 1
 
 
-@pytest.mark.parametrize("silu", [False, True])
-def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
+@pytest.mark.parametrize("splits", [1, 2])
+def test_tiles_fit_a_multiprocessor(splits: int) -> None:
     for num_rows in (1, 8, 9, 16, 17, 32, 33, FEW_ROWS, 300):
         for num_out in (64, 1024, 4096, 6144, 28672):
-            tile = FourBitProduct(num_rows, num_out, 32, silu).tile()
+            tile = FourBitProduct(num_rows, num_out, 32, splits).tile()
             block = tile["BN"] * (64 + 32) + tile["BM"] * 256  # Words, factors and x in bfloat16.
             step = block * tile["UNROLL"] * tile["SLICES"]
             assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)

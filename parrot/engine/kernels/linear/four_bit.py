@@ -143,7 +143,7 @@ def _launch(
     assert weight.num_blocks % splits == 0, (weight.num_blocks, splits)
     assert out.is_contiguous()
     assert rows.stride(1) == 1
-    tile = FourBitProduct.of(num_rows, weight, silu=silu, splits=splits).tile()
+    tile = FourBitProduct.of(num_rows, weight, splits).tile()
     outputs = tile["BN"] // (2 if silu else 1)
     grid = triton.cdiv(num_out, outputs), splits, triton.cdiv(num_rows, tile["BM"])
     residual, gain, sums = (None, None, None) if added is None else added

@@ -1,4 +1,4 @@
-"""Tile sizes for products with weights of four bits."""
+"""Tile sizes for products with weights of four bits, tuned on an H200."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,13 @@ import triton
 
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
-MOST_ROWS = 512  # With more rows, a product with the dequantised weight is faster.
+MOST_ROWS = 256  # With more rows, a product with the dequantised weight is faster.
 
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
-_SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
-_MANY_OUTPUTS = 8192
 _MAX_ROWS = 64  # Rows of a program.
+_SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
+_MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
+_MANY_BLOCKS = 64  # From this number of blocks on, also a narrow product is split.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -21,40 +22,50 @@ class FourBitProduct:
 
     rows: int
     outputs: int
-    blocks: int  # Of 128 inputs, in a split.
-    silu: bool = False
+    blocks: int  # Of 128 inputs, in all splits.
+    splits: int = 1
 
     @classmethod
-    def of(
-        cls, rows: int, weight: FourBitWords, *, silu: bool = False, splits: int = 1
-    ) -> "FourBitProduct":
-        return cls(rows, weight.outputs, weight.num_blocks // splits, silu)
+    def of(cls, rows: int, weight: FourBitWords, splits: int = 1) -> "FourBitProduct":
+        return cls(rows, weight.outputs, weight.num_blocks, splits)
 
     @property
     def num_splits(self) -> int:
         """The best number of splits of the inputs, if the caller sums their results."""
-        programs = triton.cdiv(self.outputs, self.tile()["BN"])
-        for splits in (4, 2):
-            if programs * splits // 2 <= _FEW_PROGRAMS and self.blocks % splits == 0:
-                return splits
-        return 1
+        # Fewer blocks for a program shorten its chain of dependent products.
+        is_long = self.blocks >= _MANY_BLOCKS
+        if self._is_sliced and not is_long:
+            return 1
+        if triton.cdiv(self.outputs, 32 if self._is_sliced else 128) > _FEW_PROGRAMS:
+            return 1
+        choices = (4, 2) if self._is_sliced or not is_long else (7, 4, 2)
+        return next((count for count in choices if self.blocks % count == 0), 1)
 
     def tile(self) -> dict[str, int]:
         """Launch arguments."""
-        members = min(max(_MIN_ROWS, triton.next_power_of_2(self.rows)), _MAX_ROWS)
-        outputs, slices, unroll, stages, warps = self._sizes(members)
+        outputs, slices, unroll, stages, warps = self._sizes()
         return {
-            "BM": members,
+            "BM": self._members,
             "BN": outputs,
             "SLICES": slices,
-            "UNROLL": 1 if self.blocks % unroll else unroll,
+            "UNROLL": 1 if self.blocks // self.splits % unroll else unroll,
             "STAGES": stages,
             "num_warps": warps,
         }
 
-    def _sizes(self, members: int) -> tuple[int, int, int, int, int]:
+    @property
+    def _members(self) -> int:
+        """Rows of a program."""
+        members: int = triton.next_power_of_2(self.rows)
+        return min(max(_MIN_ROWS, members), _MAX_ROWS)
+
+    @property
+    def _is_sliced(self) -> bool:
+        return self._members <= _SLICED_ROWS
+
+    def _sizes(self) -> tuple[int, int, int, int, int]:
         """Rows of weights, slices, blocks of a step of the loop, stages and warps."""
-        if members <= _SLICED_ROWS:
-            return 32, 8, 1, 3, 8
-        outputs = 128 if self.outputs > _MANY_OUTPUTS else 64
-        return outputs, 1, 2, 3, outputs // 32
+        is_wide = self.outputs > _MANY_OUTPUTS
+        if self._is_sliced:
+            return 32, 4, 1, 4 if is_wide or self.splits > 1 else 3, 4
+        return (128, 1, 1, 4, 4) if is_wide or self.splits > 1 else (64, 1, 2, 4, 4)
