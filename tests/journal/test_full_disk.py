@@ -12,6 +12,7 @@ from typing import Any
 
 from parrot.journal.reserve import MAX_BYTES
 from parrot.journal.sqlite import JournalFile
+from tests.gateway.page.test_page_http import watching
 from tests.gateway.vendors.conftest import Site
 from tests.journal.replayed import MemoryFile
 from tests.journal.test_over_http import (
@@ -83,6 +84,26 @@ async def test_a_new_value_is_returned_only_after_it_was_stored() -> None:
     async with serving(MemoryFile(before)) as site:  # No client knows a value, so it runs again.
         assert (await read(site, path, scope))[0] == 200
         assert len(site.engine.requests) == 1
+
+
+async def test_the_page_shows_a_new_value_only_after_it_was_stored() -> None:
+    file = HeldFile()
+    async with serving(file, hanging()) as site, held_call(site) as (scope, path):
+        run, var_id = f"sessions/{scope['session_id']}", path.rpartition("/")[2]
+        async with watching(site, run) as calls, watching(site, f"{run}/vars/{var_id}") as value:
+            await calls.until(f"var:{var_id}", state="empty")
+            await value.until("var", state="empty")
+            await full(site, file)
+            site.engine.resume.set()
+            shown = [
+                asyncio.create_task(calls.until(f"var:{var_id}", state="ready")),
+                asyncio.create_task(value.until("var", state="ready")),
+            ]
+            assert (await read(site, path, scope))[0] == 507
+            assert not (await asyncio.wait(shown, timeout=0.5))[0]
+            file.full = False
+            await asyncio.gather(*shown)
+            assert (await read(site, path, scope))[0] == 200
 
 
 async def test_stored_values_are_read_while_the_disk_is_full() -> None:

@@ -36,7 +36,7 @@ from parrot.protocol.endpoint import (
     read_json,
     taking,
 )
-from parrot.protocol.errors import NotFound, PermissionDenied
+from parrot.protocol.errors import InsufficientStorage, NotFound, PermissionDenied
 from parrot.protocol.fields import Credential, Label
 from parrot.protocol.public import (
     DrainRequest,
@@ -44,6 +44,7 @@ from parrot.protocol.public import (
     SessionCreateRequest,
     SessionCreateResponse,
 )
+from parrot.serve.command_log import CommandLog
 from parrot.serve.core import ServeCore
 from parrot.serve.durability import Wait, durable_verb
 from parrot.serve.graph.nodes import Completion
@@ -217,6 +218,11 @@ class Page:
                 self._visitors.require(visitor)
                 yield changes
 
+    def _stored(self, feed: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        """Hold each update of a run back until the journal has stored what it shows."""
+        log = self._core.sessions.journal
+        return feed if log is None else _held(feed, log)
+
     def session(
         self, visitor: Visitor, session_id: int, since: str | None
     ) -> AsyncGenerator[bytes]:
@@ -231,7 +237,7 @@ class Page:
         self._visible_run(visitor, session_id)
         read = self._reader(visitor, session_id, view)
         feed = self._feed.changes(("session", session_id, visitor.sees_values), read, since)
-        return self._while_signed_in(visitor, feed)
+        return self._while_signed_in(visitor, self._stored(feed))
 
     def variable(
         self, visitor: Visitor, session_id: int, var_id: str, since: str | None
@@ -246,7 +252,8 @@ class Page:
         read = self._reader(visitor, session_id, view)
         read()
         name = ("variable", session_id, var_id, visitor.sees_values)
-        return self._while_signed_in(visitor, self._feed.changes(name, read, since))
+        feed = self._feed.changes(name, read, since)
+        return self._while_signed_in(visitor, self._stored(feed))
 
     async def prompt(
         self, visitor: Visitor, session_id: int, request_id: int, output: str | None
@@ -376,6 +383,22 @@ class Page:
         response = json_response(EmptyResponse())
         response.delete_cookie(name, path="/ui", httponly=True, samesite="strict")
         return response
+
+
+async def _held(feed: AsyncGenerator[bytes], log: CommandLog) -> AsyncGenerator[bytes]:
+    async with aclosing(feed):
+        async for changes in feed:
+            await _durable(log)
+            yield changes
+
+
+async def _durable(log: CommandLog) -> None:
+    """Wait until all records so far are on disk, also while they cannot be written."""
+    while True:
+        try:
+            return await log.durable()
+        except InsufficientStorage:
+            await log.writable()
 
 
 def _completion(session: Session, request_id: int, var_id: str | None) -> Completion:
