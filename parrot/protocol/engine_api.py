@@ -426,7 +426,7 @@ class RuntimeInfo(InternalPayload):
         1, description="processes that share the model; memory is per process"
     )
     last_warning: Label = Field("", description="last warning or error in the engine's log")
-    warned_at: float | None = Field(None, description="its Unix time")
+    warned_at: Quantity | None = Field(None, description="its Unix time")
     prompt_tokens: PromptTokens = PromptTokens()
     outputs: list[OutputPart] = Field(
         [], max_length=65536, description="new tokens of outputs that are not streamed"
