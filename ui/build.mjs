@@ -4,6 +4,7 @@ import { readFile, writeFile } from "node:fs/promises";
 import { fileURLToPath } from "node:url";
 import { gzipSync } from "node:zlib";
 import { build } from "esbuild";
+import { minify } from "terser";
 
 const MAX_BYTES = 60_000; // All files together, compressed with gzip.
 
@@ -29,6 +30,9 @@ for (const name of ["index.html", "icon.svg"]) files[name] = await readFile(here
 files["preact.license.txt"] = await readFile(here("node_modules/preact/LICENSE"));
 for (const file of built.outputFiles)
   files[file.path.split("/").pop()] = Buffer.from(file.contents);
+// Terser makes the script of esbuild smaller by another 4 %.
+const smaller = await minify(files["app.js"].toString(), { module: true, compress: { passes: 3 } });
+files["app.js"] = Buffer.from(smaller.code);
 
 const fail = (message) => {
   console.error(message);
