@@ -27,10 +27,15 @@ class WordsLinear:
         return out if residual is None else out.add_(residual)
 
 
+def has_words(group: int) -> bool:
+    """Whether the layout has groups of this size."""
+    return group in _GROUPS or group % BLOCK == 0
+
+
 def words_of(matrix: FourBit) -> FourBitWords | None:
     """The same numbers; None if the layout cannot hold them exactly."""
     found, group = _factors(matrix), matrix.group
-    if found is None or not (group in _GROUPS or group % BLOCK == 0):
+    if found is None or not has_words(group):
         return None
     factors, has_half_scales = found
     size = matrix.codes.shape[1]

@@ -154,12 +154,11 @@ class GGUFFile:
         return (part.of(whole) if part is not None and fits else whole).to(device)
 
     def packed(self, name: str, device: torch.device, part: Part | None = None) -> FourBit | None:
-        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types, and on
-        devices without a kernel."""
-        matrix = self._four_bit(name) if device.type == "cpu" else None
-        if matrix is None or part is None or matrix.codes.shape[part.dim] != part.size:
-            return matrix
-        return part.of_four_bit(matrix)
+        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types."""
+        matrix = self._four_bit(name)
+        if part is not None and matrix is not None and matrix.codes.shape[part.dim] == part.size:
+            matrix = part.of_four_bit(matrix)
+        return None if matrix is None else matrix.map(lambda rows: rows.to(device))
 
     def _four_bit(self, name: str) -> FourBit | None:
         own_name = _ggml_name(name)

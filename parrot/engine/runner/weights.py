@@ -10,7 +10,7 @@ from parrot.engine.models.checkpoint import Checkpoint
 from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.quantisation import group_size, stays_e4m3
+from parrot.engine.models.quantisation import stays_e4m3
 from parrot.engine.models.tensors import is_matrix
 from parrot.utils.config import ConfigError
 
@@ -36,9 +36,9 @@ def choose_weights(
     if device.type == "cpu" and config.dtype == "auto":
         # The kernel for four bits multiplies bfloat16.
         return Weights.KEPT if dtype is torch.bfloat16 else Weights.PLAIN
-    in_e4m3 = config.dtype == "fp8" or group_size(checkpoint.config) is None
+    in_e4m3 = config.dtype == "fp8" or stays_e4m3(checkpoint.config)
     reason = _without_kernels(device, E4M3 if in_e4m3 else _FOUR_BIT)
-    if in_e4m3 and reason is None and (config.dtype == "fp8" or stays_e4m3(checkpoint.config)):
+    if in_e4m3 and reason is None:
         reason = unaligned(_matrix_shapes(checkpoint, shard))
     if config.dtype == "fp8":
         if reason is not None:

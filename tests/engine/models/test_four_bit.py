@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit_linear import matrix_of, words_of
 from parrot.engine.models.ggml_blocks import CutOff, dequantise, four_bit
 from parrot.engine.models.layers import FourBitLinear
 from parrot.engine.models.packed import Weights
@@ -33,6 +34,19 @@ def test_numbers_are_those_of_the_gguf_package(
     with pytest.raises(CutOff):
         dequantise(data[:-9], kind.value, numbers.shape)
     assert (four_bit(data, kind.value, numbers.shape) is not None) == (kind.name in "Q4_0 Q4_1")
+
+
+@pytest.mark.parametrize(("name", "fits"), [("Q4_0", True), ("Q4_1", False)])
+def test_words_of_a_gpu_have_the_numbers_of_files(name: str, fits: bool) -> None:
+    """Offsets of Q4_1 are any numbers, which factors with whole zeros cannot hold."""
+    kind = gguf.GGMLQuantizationType[name]
+    raw = gguf.quantize(np.random.default_rng(0).normal(size=(70, 160)).astype(np.float32), kind)
+    matrix = four_bit(memoryview(bytearray(raw.tobytes())), kind.value, (70, 160))
+    assert matrix is not None
+    words = words_of(matrix)
+    assert (words is not None) == fits
+    if words is not None:
+        assert torch.equal(matrix_of(words).numbers(), matrix.numbers())
 
 
 def test_a_kind_that_nobody_reads() -> None:
