@@ -6,13 +6,16 @@
 The embedded model reads pages of docs/, models with random weights read random tokens. `logits`:
 of all positions of a text, against the same model in float32; KL divergences in nats. `greedy`: 48
 tokens behind each of 16 prompts. A model in bfloat16, weights and KV, stands beside as what is
-taken for granted."""
+taken for granted. AWQ and GPTQ name only the format: the numbers are rounded to nearest, with the
+range of a group (AWQ), or with its largest number (GPTQ)."""
 
 import argparse
 import random
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,6 +35,8 @@ from parrot.engine.models.packed import Weights
 from parrot.engine.models.tensors import tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
+from tests.support.embedded_folder import write_embedded_folder
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.runner_driver import Driver
 
 Row = dict[str, Any]
@@ -41,6 +46,7 @@ class Variant(NamedTuple):
     dtype: torch.dtype
     quantised: bool = False  # The KV.
     weights: Weights = Weights.PLAIN
+    four_bit: tuple[str, int] | None = None  # A format, and inputs with one scale.
 
 
 PAGES = (
@@ -59,6 +65,9 @@ VARIANTS = {
     "bfloat16": Variant(torch.bfloat16),
     "bfloat16, KV e4m3": Variant(torch.bfloat16, True),
     "bfloat16, weights e4m3": Variant(torch.bfloat16, False, Weights.E4M3),
+    "bfloat16, AWQ g32": Variant(torch.bfloat16, four_bit=("awq", 32)),
+    "bfloat16, AWQ g64": Variant(torch.bfloat16, four_bit=("awq", 64)),
+    "bfloat16, GPTQ g64": Variant(torch.bfloat16, four_bit=("gptq", 64)),
 }
 _RANDOM = {
     "hidden_size": 512,
@@ -89,7 +98,23 @@ def embedded() -> Subject:
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in PAGES]
     texts = [tokenizer.encode(page).ids[:NUM_TEXT] for page in pages]
-    return Subject(lambda v: load_decoder(checkpoint, v.dtype, CPU, weights=v.weights), texts)
+
+    def load(variant: Variant) -> Decoder:
+        if variant.four_bit is None:
+            return load_decoder(checkpoint, variant.dtype, CPU, weights=variant.weights)
+        return four_bit_decoder(variant.dtype, *variant.four_bit)
+
+    return Subject(load, texts)
+
+
+def four_bit_decoder(dtype: torch.dtype, kind: str, group: int) -> Decoder:
+    """The embedded model, rounded to nearest with four bits and read from a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        plain, rounded = Path(folder) / "plain", Path(folder) / "rounded"
+        quantise_folder(
+            write_embedded_folder(plain), rounded, kind, group, symmetric=kind == "gptq"
+        )
+        return load_decoder(open_checkpoint(str(rounded)), dtype, CPU)
 
 
 def random_model(config: dict[str, Any]) -> Subject:
