@@ -148,8 +148,10 @@ class ContextLedger:
         function: str = "",
         tenant: str = "",
         head: str = "",
+        is_pinned: bool = False,
     ) -> LedgerContext:
-        """Record a new context. It holds `length` tokens, and `reserved` more may be generated.
+        """Record a new context. It holds `length` tokens, and `reserved` more may be generated. If
+        `is_pinned`, a run uses it, as after `pin`.
 
         `open` evicts nothing, so the engine may exceed its capacity until `evict_to_capacity`."""
         now = self._clock.now()
@@ -168,8 +170,11 @@ class ContextLedger:
             self.owners.touch(parent)
         for boundary in boundaries:
             self.index.publish(context, boundary)
-        memory.add_idle(context, recent=True)
-        memory.use(context)
+        if is_pinned:
+            self.pin(context)
+        else:
+            memory.add_idle(context, recent=True)
+            memory.use(context)
         return context
 
     def pin(self, context: LedgerContext) -> None:

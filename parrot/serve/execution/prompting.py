@@ -66,8 +66,8 @@ def open_request(
     missing = prompt.missing()
     attempt.cache_miss = ledger.kv_stats.record_prompt(engine.id, prompt.length, missing)
     prompt.open_constant_prefix()
-    context = attempt.context = prompt.open_context(run.owner, reserved=max_output)
-    ledger.pin(context)
+    context = prompt.open_context(run.owner, reserved=max_output, is_pinned=True)
+    attempt.context = context
     ledger.evict_to_capacity(engine.id, completion.options.tenant)
     # All fields are given, because each missing one costs 5 calls.
     return GenerateRequest.model_construct(
@@ -178,7 +178,12 @@ class _Prompt:
             self.open_context(options.tenant, num_constant)
 
     def open_context(
-        self, owner: Owner, stop: int | None = None, reserved: int = 0
+        self,
+        owner: Owner,
+        stop: int | None = None,
+        *,
+        reserved: int = 0,
+        is_pinned: bool = False,
     ) -> LedgerContext:
         """Open a context that forks `parent` and holds the parts up to `stop`, by default all."""
         stop = len(self.parts) if stop is None else stop
@@ -203,6 +208,7 @@ class _Prompt:
             function=given_name(task.completion),
             tenant=task.tenant,
             head=head,
+            is_pinned=is_pinned,
         )
         self.attempt.opened.append(context)
         self.fills.append(
