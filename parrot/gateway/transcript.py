@@ -59,6 +59,7 @@ from parrot.serve.prompts.encode import ModelTokenizer, require_chars
 from parrot.serve.prompts.templates import PLAIN_CHAT, ModelTemplate, sentinel
 
 _PART = 2048  # Shortest part of a split text, in characters. Shorter parts share more prefixes.
+_DIGEST_LEN = 64  # Characters of a SHA-256 in hexadecimal.
 _LONG = 100  # Messages. A longer conversation is rendered in a thread.
 _MAX_CHARS = 2**23  # Characters of a prompt. No model accepts two million tokens.
 Body = dict[str, Any]
@@ -468,8 +469,11 @@ def transcript_of(
 
 
 def is_long_conversation(prompt: Sequence[Message] | str) -> bool:
-    """Whether the prompt must be rendered in a thread."""
-    return not isinstance(prompt, str) and len(prompt) > _LONG
+    """Whether the prompt must be rendered in a thread. Images, audio and files are hashed, which
+    takes 1 ms per MiB."""
+    if isinstance(prompt, str):
+        return False
+    return len(prompt) > _LONG or any(isinstance(m.get("content"), list) for m in prompt)
 
 
 def _has_tools(messages: Sequence[Message], options: Mapping[str, Any]) -> bool:
@@ -535,8 +539,22 @@ def hashed_media(messages: Sequence[Message]) -> Sequence[Message]:
 def _hashed(part: Mapping[str, Any]) -> Mapping[str, Any]:
     if part["type"] == "text":
         return part
-    written = orjson.dumps(part, option=orjson.OPT_SORT_KEYS)
+    written = orjson.dumps(_digested(part), option=orjson.OPT_SORT_KEYS)
     return {"type": part["type"], "sha256": sha256(written).hexdigest()}
+
+
+def _digested(value: Any) -> Any:
+    """The value with a digest in place of each string of at least 64 characters, which is the
+    length of a digest. Digests release Python's lock, and writing JSON does not."""
+    if isinstance(value, str):
+        return value if len(value) < _DIGEST_LEN else sha256(_encoded(value)).hexdigest()
+    if isinstance(value, Mapping):
+        return {name: _digested(one) for name, one in value.items()}
+    return list(map(_digested, value)) if isinstance(value, list) else value
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
 
 
 def served_transcript(messages: Sequence[Message], body: Body) -> Transcript:

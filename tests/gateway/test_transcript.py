@@ -1,5 +1,6 @@
 """A conversation's prompt is what transformers makes of it, and no text in it acts as markup."""
 
+from hashlib import sha256
 from itertools import chain
 from typing import Any
 
@@ -9,7 +10,12 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from parrot.gateway.transcript import render_transcript, with_system_first
+from parrot.gateway.transcript import (
+    hashed_media,
+    is_long_conversation,
+    render_transcript,
+    with_system_first,
+)
 from parrot.protocol.errors import InvalidRequest
 from parrot.serve.prompts.templates import ModelTemplate
 from tests.serve.prompts.test_chat_prompts import TEMPLATES
@@ -314,3 +320,18 @@ def test_a_conversation_that_goes_on_begins_as_it_did(turns: list[list[str]]) ->
 )
 def test_templates_that_show_system_messages_anywhere(name: str, takes: bool) -> None:
     assert ModelTemplate(ALL_TEMPLATES[name], BOS, EOS).takes_system_anywhere == takes
+
+
+def test_images_are_hashed_in_a_thread() -> None:
+    """10 MiB take 10 ms, in each turn of the conversation."""
+    image = {"type": "image_url", "image_url": {"url": "x" * 100}}
+    assert is_long_conversation([{"role": "user", "content": [image]}])
+    assert not is_long_conversation([{"role": "user", "content": "x"}])
+
+
+def test_a_digest_is_not_the_digested_text() -> None:
+    text = "x" * 100
+    parts = [{"type": "file", "data": data} for data in (text, sha256(text.encode()).hexdigest())]
+    (message,) = hashed_media([{"role": "user", "content": parts}])
+    first, second = message["content"]
+    assert first != second
