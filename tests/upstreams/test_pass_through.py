@@ -390,6 +390,23 @@ async def test_unknown_fields_of_an_answer_reach_the_client(front: Front) -> Non
     assert chunks[-1]["citations"] == ["https://h"]
 
 
+async def test_unknown_fields_of_a_completion_reach_the_client(front: Front) -> None:
+    front.fake.more, front.fake.more_of_answer = (
+        {"audio": {"id": "a"}},
+        {"citations": ["https://h"]},
+    )
+    details = {"reasoning_tokens": 1}
+    answer = await front.post(COMPLETIONS, {"prompt": "x"})
+    assert answer["citations"] == ["https://h"]
+    assert answer["usage"]["completion_tokens_details"] == details
+    body = {"model": "gpt-fake", "prompt": "x", "stream": True}
+    options = {"stream_options": {"include_usage": True}}
+    async with front.http.post(COMPLETIONS, json=body | options) as response:
+        lines = (await response.text()).split("\n\n")
+    end = orjson.loads(next(line for line in reversed(lines) if line.startswith("data: {"))[6:])
+    assert end["usage"]["completion_tokens_details"] == details
+
+
 async def test_tools_and_formats_of_the_server(front: Front, builtin: Any) -> None:
     tools = [
         {"type": "web_search", "web_search": {"depth": 1}},

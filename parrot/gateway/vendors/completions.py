@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -27,6 +27,7 @@ from parrot.gateway.vendors.openai_fields import (
     usage_of,
 )
 from parrot.gateway.vendors.parts import read_all, stream_all
+from parrot.gateway.vendors.served import add_missing, add_to_answer
 from parrot.protocol.answers import Event, Events
 from parrot.protocol.errors import InvalidRequest, ParrotError, UnsupportedField
 from parrot.protocol.fields import Text, TokenIds
@@ -277,8 +278,10 @@ class _Answers:
                     logprobs = await (await echo.logprobs()).part(scored)
                 text = echo.text + answer.content
                 choices.append(_choice(i, text, logprobs, answer.finish_reason))
-        usage = usage_of(answers, num_made)
-        return orjson.dumps(self._frame | {"choices": choices, "usage": usage})
+                add_missing(choices[-1], turn.extra(made).get("choice", {}))
+        whole = self._frame | {"choices": choices, "usage": usage_of(answers, num_made)}
+        add_to_answer(whole, self._turns[0].extra(0))
+        return orjson.dumps(whole)
 
     async def _echoed(self) -> AsyncGenerator[Json]:
         """The choices of a request that generates nothing."""
@@ -329,7 +332,10 @@ class _Answers:
                     scored = [] if more is None else await more
                     has_part = scored or (is_first and echoes_scores)
                     part = await begun[i].part(scored) if has_part else None
-                    last = [(None, frame | {"choices": [_choice(i, text, part, finish_reason)]})]
+                    choice = _choice(i, text, part, finish_reason)
+                    if i in answers:
+                        add_missing(choice, self._extra(i).get("choice", {}))
+                    last = [(None, frame | {"choices": [choice]})]
                     if len(answers) < num_choices:
                         yield last
             usage = usage_of([answers[i] for i in sorted(answers)], self._num_choices)
@@ -343,10 +349,18 @@ class _Answers:
         options = self._request.stream_options
         if options is None or not options.include_usage:
             return [(None, "[DONE]")]
-        return [(None, self._frame | {"choices": [], "usage": usage}), (None, "[DONE]")]
+        end = self._frame | {"choices": [], "usage": usage}
+        if len(self._turns) * self._num_choices == 1:
+            add_to_answer(end, self._extra(0))
+        return [(None, end), (None, "[DONE]")]
 
     def _echo(self, index: int) -> _Echo:
         return self._echoes[index // self._num_choices]
+
+    def _extra(self, index: int) -> Mapping[str, Any]:
+        """The fields of a foreign server's answer that Parrot does not know."""
+        turn, choice = divmod(index, self._num_choices)
+        return self._turns[turn].extra(choice)
 
     def _answer_logprobs(self, index: int) -> LogprobsReader:
         turn, choice = divmod(index, self._num_choices)
