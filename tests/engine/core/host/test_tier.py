@@ -316,6 +316,40 @@ def test_kv_that_may_be_wrong_is_dropped_from_cpu_memory():
     assert harness.tier.info().num_free_blocks == harness.tier.num_slots
 
 
+def test_kv_that_may_be_wrong_is_not_used_after_its_load():
+    """Its key is dropped while the KV is on its way to the GPU."""
+    harness = Tiered(num_blocks=10)
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    keys = list(harness.context(1).keys)
+    harness.free(1)
+    fill_the_device(harness)
+    harness.runner.min_looks = 3
+    harness.generate(piece(3, "xyz"), length=8)  # While it runs, nothing waits for the load.
+    answer = harness.generate(piece(2, "abcdefghi"), length=1)
+    harness.step()
+    assert harness.tier.is_waiting
+    assert harness.num_copied(to_host=False) == 2
+    harness.core._tree.drop_blocks(set(), keys)
+    harness.run()
+    assert answer.text == "j"
+    assert answer.response.usage.computed_tokens == 9
+    harness.core.check_integrity()
+
+
+def test_kv_on_the_gpu_is_not_loaded():
+    harness = Tiered()
+    harness.fill(piece(1, "abcdefgh"))
+    harness.run()
+    keys = list(harness.context(1).keys)
+    assert harness.num_copied(to_host=True) == 2
+    assert not harness.tier.is_worth_loading(keys)
+    assert harness.tier.load(keys, None) is None
+    harness.free(1)
+    fill_the_device(harness)
+    assert harness.tier.is_worth_loading(keys)
+
+
 def test_the_bytes_in_flight_are_bounded():
     harness = Tiered(block_bytes=256 << 20)
     harness.runner.max_looks = 3
