@@ -315,6 +315,33 @@ def call_row(output: str, func: str, inputs: list[str], **fields: Any) -> Row:
     } | fields
 
 
+def reused_run(run_id: int, origin: int) -> Rows:
+    """A run whose calls took the results of identical calls of the run `origin`."""
+    calls = {
+        f"s{number}": call_row(
+            f"s{number}",
+            "ask",
+            [],
+            reused=True,
+            reused_from=origin,
+            engine=None,
+            cached_tokens=729,
+            ready_s=0.02,
+            started_s=0.02,
+            finished_s=0.06,
+        )
+        for number in range(2)
+    }
+    tokens = {"prompt_tokens": 1458, "cached_tokens": 1458, "reused": 2}
+    head = run_row(run_id, "again", state="finished", ended_at=BEGAN + 0.07, calls=2, done=2)
+    variables = {f"var:{name}": _variable(name, name, "an answer") for name in calls}
+    return {
+        "session": head | tokens,
+        **{f"call:{name}": row for name, row in calls.items()},
+        **variables,
+    }
+
+
 def _times(ready: float, started: float, finished: float, decode: float) -> Row:
     return {"ready_s": ready, "started_s": started, "finished_s": finished, "decode_s": decode}
 

@@ -285,15 +285,32 @@ async def test_two_runs_are_compared(stage: Stage) -> None:
 
 
 async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
-    times = dict.fromkeys(("ready_s", "started_s", "finished_s"), 0.001)
-    rows = {
-        f"call:s{n}": scene.call_row(f"s{n}", "ask", [], reused=True, **times) for n in range(2)
-    }
-    head = scene.run_row(8, "again", state="finished", ended_at=scene.BEGAN)
-    stage.answers["sessions/8"] = {"session": head} | rows
+    rows = scene.reused_run(8, origin=7)
+    stage.answers |= {"sessions/8": rows, "sessions/8/vars/s0": {"var": rows["var:s0"]}}
     await stage.goto("run/8")
     told = stage.page.locator(".blame")
-    await expect(told).to_contain_text("2 of 2 calls took the result of an identical call.")
+    await expect(told).to_contain_text(
+        "2 of 2 calls took the result of an identical call, so their prompts count as cached. "
+    )
+    await expect(told).to_contain_text("The run took 1,458 of 1,458 prompt tokens from the cache.")
+    totals = await stage.page.locator(".totals").inner_text()
+    assert "Output\n0 tokens\nFrom cache\n100 %" in totals
+    await expect(stage.page.locator(".node .d").first).to_have_text("reused · 40 ms")
+    await expect(stage.page.locator(".tl .lane").first).to_have_text("reusedreused")
+    bar = stage.page.locator(".tl .bar-g").first
+    await expect(bar).to_have_attribute("aria-label", "ask: from 20 ms to 60 ms; reused")
+    await bar.click()
+    panel = stage.page.locator(".panel")
+    await expect(panel.locator(".why")).to_have_text(
+        "Took the result of an identical call of another run in 40 ms."
+    )
+    await expect(panel.locator(".why a")).to_have_attribute("href", "#/run/7")
+    await expect(panel.locator(".facts2")).to_contain_text("729 tokens, not computed again")
+    await stage.page.click(".box .seg >> text=Calls")
+    cells = stage.page.locator("[aria-label=Calls] tbody tr").first.locator("td")
+    assert (await cells.all_inner_texts())[1:] == [
+        *("reused", "20 ms", "0 ms", "40 ms", "729", "100 %", "")
+    ]
 
 
 async def test_many_calls_after_each_other_are_counted(stage: Stage) -> None:

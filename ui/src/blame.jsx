@@ -1,6 +1,7 @@
 // The answer first: one sentence on where the time of a run went, and a bar that proves it.
 import { useMemo } from "preact/hooks";
 import { NATIVE_ERROR, cut, plural, seconds, share } from "./format.js";
+import { fromCache } from "./why.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
 const MAX_NAMED = 3;
@@ -24,6 +25,12 @@ export function Sentence({ parts, graph, onOpen }) {
   return parts.map((part, i) => {
     if (typeof part === "string") return part;
     if (part.call) return <CallName key={i} graph={graph} id={part.call} onOpen={onOpen} />;
+    if (part.run)
+      return (
+        <a key={i} href={`#/run/${part.run}`}>
+          another run
+        </a>
+      );
     return <b key={i}>{part.name}</b>;
   });
 }
@@ -46,7 +53,8 @@ function mainCalls(graph, segments) {
 
 const sumOf = (segments) => segments.reduce((sum, { from, to }) => sum + (to - from), 0);
 
-export function Blame({ graph, wall, failure, onOpen }) {
+/** `tokens`: the run's sums. */
+export function Blame({ graph, wall, failure, tokens: { cached, prompt }, onOpen }) {
   const { total, segments } = wall;
   const told = useMemo(() => mainCalls(graph, segments), [segments]);
   const reused = [...graph.calls.values()].filter((call) => call.reused).length;
@@ -60,7 +68,8 @@ export function Blame({ graph, wall, failure, onOpen }) {
       <p>
         {reused > 0 && (
           <>
-            {reused} of {plural(graph.calls.size, "call")} took the result of an identical call.{" "}
+            {reused} of {plural(graph.calls.size, "call")} took the result of an identical call, so{" "}
+            {reused === 1 ? "its prompt counts" : "their prompts count"} as cached.{" "}
           </>
         )}
         {told.length > 0 && <Main {...{ told, segments, total, graph, onOpen }} />}
@@ -73,9 +82,10 @@ export function Blame({ graph, wall, failure, onOpen }) {
         {running && (
           <>
             <CallName graph={graph} id={running.id} onOpen={onOpen} /> has run for{" "}
-            {seconds(running.to - running.from)}.
+            {seconds(running.to - running.from)}.{" "}
           </>
         )}
+        {prompt > 0 && `The run ${fromCache(cached, prompt)}.`}
       </p>
       {total > 0 && <Wall segments={segments} total={total} graph={graph} onOpen={onOpen} />}
     </section>

@@ -15,7 +15,7 @@ function phasesOf(call, now) {
   const first = call.first_token_s ?? (call.decode_s == null ? null : end - call.decode_s);
   const hasPrefill = !isNative && first != null;
   const done = call.state === "failed" ? " failed" : isOver ? " done" : "";
-  const word = isNative ? "ran" : first == null ? "running" : isOver ? "generated" : "generating";
+  const word = isNative ? "ran" : call.reused ? "reused" : first == null ? "running" : isOver ? "generated" : "generating";
   return [
     [
       "w",
@@ -109,7 +109,9 @@ function usePrediction(call, run) {
 /** `[name, value]` of what is known of a call. */
 function factsOf(call, source, predicted, variable, run) {
   const prompt = call.cached_tokens + call.computed_tokens;
-  const cached = `${share(call.cached_tokens, prompt)} from the KV cache`;
+  const cached = call.reused
+    ? "not computed again"
+    : `${share(call.cached_tokens, prompt)} from the KV cache`;
   const ends = { length: ", ended by the maximum", stop: ", ended by itself" };
   const sampling = Object.entries(source?.sampling ?? {})
     .filter(([, value]) => value !== null && typeof value !== "object")

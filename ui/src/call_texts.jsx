@@ -56,12 +56,13 @@ const nothing = (row, graph) =>
       : "nothing yet";
 
 function outputNote(call, now) {
+  if (call.reused) return "reused";
   if (!call.output_tokens) return "";
   const start =
     call.first_token_s ?? (call.decode_s == null ? null : call.finished_s - call.decode_s);
   const took = start == null ? 0 : (call.finished_s ?? now) - start;
   const speed =
-    took > 0.05 && !call.reused ? `, ${Math.round(call.output_tokens / took)}/s` : "";
+    took > 0.05 ? `, ${Math.round(call.output_tokens / took)}/s` : "";
   const end = call.finish_reason === "length" ? ", cut at the maximum" : "";
   return `${plural(call.output_tokens, "token")}${speed}${end}`;
 }

@@ -8,9 +8,10 @@ import { memo } from "./memo.js";
 import { Legend } from "./parts.jsx";
 import { looks } from "./states.js";
 
+const EDGES = { c: "critical path", w: "waits", f: "failed because of" };
 const MAX_NAME = 17; // Characters of a name that fit into a node.
 
-export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }) {
+export function GraphView({ graph, layout, path, shares, shown, onOpen }) {
   const [at, setAt] = useState(null); // the node that the Tab key reaches
   const focus = shown ?? focusOf(graph, layout);
   const { refs, size, fit, scale, pan, reveal, isNear } = useView(layout, focus);
@@ -24,6 +25,7 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
     refs.group.current.querySelector(`[data-node="${name}"]`).focus({ preventScroll: true });
     reveal(next);
   };
+  const looksOf = layout.edges.map((edge) => edgeLook(edge, graph, path));
   const isThere = at && layout.nodes.some((node) => node.id === at);
   const reached = isThere ? at : (focus?.id ?? layout.nodes[0]?.id);
   return (
@@ -45,10 +47,10 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
         >
           <g ref={refs.group}>
             {size &&
-              layout.edges.map((edge) => (
+              layout.edges.map((edge, i) => (
                 <Edge
                   key={`${edge.from.id} ${edge.to.id}`}
-                  {...edgeLook(edge, graph, path)}
+                  look={looksOf[i]}
                   {...shapeOf(edge)}
                 />
               ))}
@@ -71,7 +73,9 @@ export function GraphView({ graph, layout, path, shares, shown, onOpen, isLive }
         </svg>
         <Legend
           name="key"
-          words={{ c: "critical path", ...(isLive && { w: "waits" }), f: "failed because of" }}
+          words={Object.fromEntries(
+            Object.entries(EDGES).filter(([look]) => looksOf.includes(look)),
+          )}
         />
       </div>
     </section>
@@ -126,12 +130,12 @@ function shapeOf({ from, to, lanes }) {
 function edgeLook({ from, to }, graph, path) {
   const some = (node, test) =>
     node.members.some((id) => graph.calls.has(id) && test(graph.calls.get(id), id));
-  if (to.members.some((id) => from.members.includes(path.get(id)))) return { look: "c" };
+  if (to.members.some((id) => from.members.includes(path.get(id)))) return "c";
   if (some(from, (call) => call.state === "failed") && some(to, (call) => call.state === "failed"))
-    return { look: "f" };
+    return "f";
   if (some(to, (call) => call.state === "waiting") && some(from, (call) => call.finished_s == null))
-    return { look: "w" };
-  return { look: "" };
+    return "w";
+  return "";
 }
 
 const Edge = memo(({ look, d }) => <path class={look ? `edge ${look}` : "edge"} d={d} />);
@@ -176,7 +180,7 @@ function groupDetail(calls) {
       : null;
   if (failed) return `${failed} failed of ${calls.length}`;
   return done === calls.length
-    ? `${done} done · ${seconds(took)}`
+    ? `${done} ${calls.every((call) => call.reused) ? "reused" : "done"} · ${seconds(took)}`
     : `${done} of ${calls.length} done`;
 }
 
@@ -184,6 +188,7 @@ function detailOf(call, graph) {
   const { state, word } = looks(call, graph.hasEnded);
   if (state === "done") {
     const took = seconds(call.finished_s - call.started_s);
+    if (call.reused) return `reused · ${took}`;
     return call.output_tokens ? `${took} · ${plural(call.output_tokens, "token")}` : took;
   }
   if (state === "running" && call.output_tokens)

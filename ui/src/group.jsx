@@ -3,7 +3,7 @@ import { plural, seconds } from "./format.js";
 import { stateOfAll } from "./graph_view.jsx";
 import { Mark } from "./icons.jsx";
 import { Table } from "./parts.jsx";
-import { looks } from "./states.js";
+import { looks, placeOf } from "./states.js";
 
 /** The state of most interest, and how many calls are in it. */
 export function groupLook(node, graph) {
@@ -67,7 +67,7 @@ export function Group({ node, run }) {
                     </button>
                   </span>
                 </td>
-                <td class="dim">{call.engine}</td>
+                <td class="dim">{placeOf(call)}</td>
                 <td class="n">
                   {id === slowest[0] ? <b>{seconds(took(call))}</b> : seconds(took(call))}
                 </td>

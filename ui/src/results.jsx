@@ -125,7 +125,7 @@ function Output({ name, call, text = "", isDone, error }) {
 function Facts({ call }) {
   const prompt = call.cached_tokens + call.computed_tokens;
   const speed =
-    !call.reused && call.decode_s > 0 && call.output_tokens > 1
+    call.decode_s > 0 && call.output_tokens > 1
       ? call.output_tokens / call.decode_s
       : null;
   const facts = [

@@ -81,6 +81,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
   );
   const shares = useMemo(() => sharesOf(wall), [wall]);
   const failure = useMemo(() => failureOf(graph, rows), [graph, rows]);
+  const tokens = tokensOf(session, graph);
   const { target, open, close } = useTarget({ id, shown, group, graph, layout });
   const [isWide, setWide] = useState(false);
   const isOver = useNarrow();
@@ -130,8 +131,8 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           }
         />
         <Notice feed={feed} />
-        <Totals session={session} graph={graph} took={wall.total || end} />
-        <Blame graph={graph} wall={wall} failure={failure} onOpen={openHere} />
+        <Totals session={session} graph={graph} tokens={tokens} took={wall.total || end} />
+        <Blame {...{ graph, wall, failure, tokens }} onOpen={openHere} />
         <Cut session={session} graph={graph} />
         {graph.calls.size > 0 ? (
           <GraphView
@@ -141,7 +142,6 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
             shares={shares}
             shown={shownNode}
             onOpen={openNode}
-            isLive={isLive}
           />
         ) : (
           <section class="card empty-run">
@@ -378,18 +378,27 @@ const Downloads = ({ session }) =>
     </a>
   ));
 
-function Totals({ session, graph, took }) {
+/** The tokens of a run; until its row has them, those of the calls that are shown. */
+function tokensOf(session, graph) {
   const calls = [...graph.calls.values()];
   const sum = (field) => calls.reduce((all, call) => all + (call[field] ?? 0), 0);
+  const cached = session.cached_tokens ?? sum("cached_tokens");
+  return {
+    cached,
+    prompt: session.prompt_tokens ?? cached + sum("computed_tokens"),
+    output: session.output_tokens ?? sum("output_tokens"),
+  };
+}
+
+function Totals({ session, graph, tokens: { cached, prompt, output }, took }) {
+  const calls = [...graph.calls.values()];
   const done = session.done ?? calls.filter((call) => call.state === "done").length;
   const all = session.calls ?? calls.length;
-  const cached = session.cached_tokens ?? sum("cached_tokens");
-  const prompt = session.prompt_tokens ?? cached + sum("computed_tokens");
   const totals = [
     ["Time", seconds(took), ""],
     ["Calls", count(done), done === all ? "" : ` of ${count(all)}`],
     ["Prompt", count(prompt), " tokens"],
-    ["Output", count(session.output_tokens ?? sum("output_tokens")), " tokens"],
+    ["Output", count(output), " tokens"],
     ["From cache", share(cached, prompt) || "–", ""],
     ...(session.cost > 0 ? [["Cost", dollars(session.cost), ""]] : []),
   ];

@@ -15,6 +15,10 @@ function phaseOf(call) {
   return call.kind !== "native" && "first_token_s" in call ? "prefill" : "running";
 }
 
+/** The engine of a call, or what gave its result instead. */
+export const placeOf = (call) =>
+  call.engine ?? (call.reused ? "reused" : call.kind === "native" ? "sandbox" : "");
+
 /** `hasEnded`: the run of the call has ended. */
 export function looks(call, hasEnded = false) {
   const { state } = call;

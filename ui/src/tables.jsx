@@ -4,7 +4,7 @@ import { errorText } from "./blame.jsx";
 import { Icon, Mark } from "./icons.jsx";
 import { count, seconds, share } from "./format.js";
 import { Table } from "./parts.jsx";
-import { looks } from "./states.js";
+import { looks, placeOf } from "./states.js";
 
 const MAX_ROWS = 400; // The last ones are listed.
 
@@ -45,7 +45,7 @@ export function Calls({ graph, shares, onOpen }) {
                   {shares.get(id) >= 0.01 && <span class="tag">{share(shares.get(id), 1)}</span>}
                 </span>
               </td>
-              <td class="dim">{call.engine ?? (call.kind === "native" ? "sandbox" : "")}</td>
+              <td class="dim">{placeOf(call)}</td>
               <td class="n">{seconds(call.ready_s)}</td>
               <td class="n">{since(call.ready_s, call.started_s)}</td>
               <td class="n">{since(call.started_s, call.finished_s)}</td>

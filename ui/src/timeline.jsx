@@ -4,6 +4,7 @@ import { cut, seconds } from "./format.js";
 import { useSize } from "./graph_moves.js";
 import { memo } from "./memo.js";
 import { Legend } from "./parts.jsx";
+import { placeOf } from "./states.js";
 
 const TALL = 24; // The height of a bar, and of a folded group.
 const LOW = 13; // The height of a bar in a lane with many rows.
@@ -15,17 +16,18 @@ const MANY_CALLS = 300; // With more, the timeline is drawn after the graph.
 const CHAR = 6.6; // The width of a character of a label.
 
 /**
- * The bars of one lane in as few rows as they need. A folded group is one bar.
+ * The bars of one lane in as few rows as they need, each as if it took `least` seconds or more. A
+ * folded group is one bar.
  * @returns {{bars: {from: number, row: number, id: string, members: string[]}[], rows: number}}
  */
-function pack(items) {
+function pack(items, least) {
   const ends = [];
   const bars = [...items]
     .sort((a, b) => a.from - b.from)
     .map((item) => {
       let row = ends.findIndex((end) => end <= item.from + 1e-6);
       if (row < 0) row = ends.push(0) - 1;
-      ends[row] = item.to;
+      ends[row] = Math.max(item.to, item.from + least);
       return { ...item, row };
     });
   return { bars, rows: ends.length };
@@ -54,8 +56,8 @@ function lanesOf(graph, layout, isFolded, now) {
   return new Map([...lanes].sort(([a], [b]) => rank(a) - rank(b) || (a < b ? -1 : 1)));
 }
 
-const laneOf = (call) => call.engine ?? (call.kind === "native" ? "sandbox" : "no engine");
-const rank = (lane) => (lane === "no engine" ? 2 : lane === "sandbox" ? 1 : 0);
+const laneOf = (call) => placeOf(call) || "no engine";
+const rank = (lane) => ["reused", "sandbox", "no engine"].indexOf(lane);
 
 /** Round distances between ticks: about one for each 90 pixels, and at least 1 ms. */
 function ticksOf(length, width) {
@@ -96,7 +98,8 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   const right = 14;
   const last = Math.max(0.001, wall.total, ...[...lanes.values()].flat().map((item) => item.to));
   const gaps = wall.segments.filter(({ kind }) => kind === "program");
-  const isRunning = [...graph.calls.values()].some((call) => call.state === "running");
+  const has = (test) => [...graph.calls.values()].some(test);
+  const isRunning = has((call) => call.state === "running");
   const ticks = ticksOf(last, width - left);
   const step = ticks[1] ?? last;
   // While calls run, the scale changes only in steps of half a tick.
@@ -104,7 +107,7 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   const x = (time) => left + (time / length) * (width - left - right);
   let y = TOP;
   const drawn = [...lanes].map(([name, items]) => {
-    const { bars, rows } = pack(items);
+    const { bars, rows } = pack(items, last / 200);
     const height = rows > MANY_ROWS ? LOW : TALL;
     const lane = { name, bars, top: y, height };
     y += rows * (height + GAP) + LANE_GAP;
@@ -159,7 +162,16 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
           )}
         </svg>
       )}
-      <Legend words={LEGEND} name="legend tl-legend" />
+      <Legend
+        words={{
+          ...LEGEND,
+          ...(gaps.length > 0 && { "k-prog": "your program" }),
+          ...(isRunning && { "k-use": "running" }),
+          ...(has((call) => call.state === "failed") && { "k-failed": "failed" }),
+          ...(has((call) => call.reused) && { "k-reused": "reused" }),
+        }}
+        name="legend tl-legend"
+      />
     </div>
   );
 }
@@ -202,7 +214,6 @@ const LEGEND = {
   "k-soft": "prefill",
   "k-bar": "generating",
   "k-shared": "critical path",
-  "k-use": "running",
 };
 
 /** Add a bar's tooltip when the pointer comes, because there are many bars. */
@@ -238,7 +249,9 @@ function lookOf(bar, graph, path, x, lane, now) {
       ? "running"
       : states.has("cancelled")
         ? "cancelled"
-        : "";
+        : call.reused
+          ? "reused"
+          : "";
   const started = Math.min(...calls.map((one) => one.started_s ?? now));
   const ready = Math.min(...calls.map((one) => one.ready_s ?? started));
   const finished = Math.max(...calls.map((one) => one.finished_s ?? now));
@@ -265,7 +278,7 @@ function firstToken(call, now) {
   const end = call.finished_s ?? now;
   const start = call.started_s ?? now;
   if (call.first_token_s != null) return call.first_token_s;
-  if (call.kind === "native") return start;
+  if (call.kind === "native" || call.reused) return start;
   if (call.finished_s == null) return "first_token_s" in call ? end : start;
   return call.decode_s == null ? end : Math.max(start, end - call.decode_s);
 }
@@ -276,7 +289,7 @@ function titleOf(name, calls, { ready, started, first, finished }) {
   const parts = [
     started - ready > 0.001 && `queued ${seconds(started - ready)}`,
     first - started > 0.001 && `prefill ${seconds(first - started)}`,
-    finished - first > 0.001 && `generating ${seconds(finished - first)}`,
+    calls[0].reused ? "reused" : finished - first > 0.001 && `generating ${seconds(finished - first)}`,
   ];
   return `${name}: from ${seconds(ready)} to ${seconds(finished)}${parts.some(Boolean) ? `; ${parts.filter(Boolean).join(", ")}` : ""}`;
 }

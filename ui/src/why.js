@@ -1,5 +1,5 @@
 // Sentences on one call: what it has waited for, and what it did. A sentence is a list of strings,
-// `{call}`: the id of a call, by its name, and `{name}`: a variable.
+// `{call}`: the id of a call, by its name, `{name}`: a variable, and `{run}`: the id of a run.
 import { count, seconds } from "./format.js";
 import { lastParent, parentsOf } from "./graph.js";
 
@@ -45,7 +45,7 @@ export function why(graph, id, rows, now) {
   const queued = since(call.ready_s, call.started_s);
   if (queued > BLINK_S) parts.push([`was queued for ${seconds(queued)}`]);
   const where = call.engine ? ` on ${call.engine}` : "";
-  const did = work(call);
+  const did = work(call, rows);
   if (call.finished_s == null && !call.output_tokens)
     return sentence([...parts, ...soFar(call, now)], where);
   const end = call.finished_s == null ? " so far" : "";
@@ -63,19 +63,24 @@ function soFar(call, now) {
   ];
 }
 
+/** How much of a prompt was cached. */
+export const fromCache = (cached, prompt) =>
+  `took ${count(cached)} of ${count(prompt)} prompt tokens from the cache`;
+
 /** What a call did on its engine. */
-function work(call) {
-  if (call.reused) return [["took the result of an identical call"]];
+function work(call, rows) {
+  if (call.reused) {
+    const { reused_from: run } = call;
+    const isOwn = run === rows.get("session")?.id;
+    const of = isOwn ? [" of this run"] : run ? [" of ", { run }] : [];
+    return [["took the result of an identical call", ...of]];
+  }
   if (call.kind === "native") return [["ran in the sandbox"]];
   const parts = [];
   const prompt = call.cached_tokens + call.computed_tokens;
-  const again = call.recomputed_tokens
-    ? ` (${count(call.recomputed_tokens)} of them for the second time)`
-    : "";
-  if (prompt)
-    parts.push([
-      `computed ${count(call.computed_tokens)} of ${count(prompt)} prompt tokens${again}`,
-    ]);
+  if (prompt) parts.push([fromCache(call.cached_tokens, prompt)]);
+  if (call.recomputed_tokens)
+    parts.push([`computed ${count(call.recomputed_tokens)} tokens for the second time`]);
   if (call.output_tokens) parts.push([`generated ${count(call.output_tokens)} tokens`]);
   if (call.attempts > 1) parts.push([`needed ${call.attempts} attempts`]);
   return parts;

@@ -228,6 +228,8 @@ def call_row(task: Task, began: float) -> Row:
     if task.state is CompletionState.FAILED and was_stopped(task):
         row["state"] = CompletionState.CANCELLED.value
     row["inputs"] = [variable.id for variable in task.inputs]
+    if isinstance(task, Completion) and task.stats.is_reused:
+        return row | _reused_fields(task, began)
     if isinstance(task, Completion) and task.stats.is_streamed:
         row["first_token_s"] = None
     if (first := _first_token(task)) is not None:
@@ -235,9 +237,23 @@ def call_row(task: Task, began: float) -> Row:
     return row
 
 
+def _reused_fields(completion: Completion, began: float) -> Row:
+    """The fields of a call that took the result of an identical call. No engine ran it, its whole
+    prompt counts as cached, and it generated no token."""
+    ready = completion.times.ready
+    return {
+        "reused_from": completion.stats.reused_from,
+        "engine": None,
+        "started_s": None if ready is None else ready - began,
+        "decode_s": None,
+        "cached_tokens": completion.stats.prompt_tokens,
+        "output_tokens": 0,
+    }
+
+
 def _first_token(task: Task) -> float | None:
     """When the first token was generated, on the clock's scale. None: not yet, or not known."""
-    if not isinstance(task, Completion) or task.stats.is_reused:
+    if not isinstance(task, Completion):
         return None
     times, decode_s = task.times, task.stats.decode_s
     if times.finished is None or times.started is None or decode_s is None:

@@ -96,6 +96,7 @@ def sum_row(session: Session, context: RowContext) -> Row:
         counts["cancelled"] += stopped
         if (error := _last_error(failed)) is not None:
             counts["error"] = error
+    counts |= _reused_counts(tasks, counts)
     counts["cost"] = _cost(tasks, context.prices)
     counts["func_name"] = tasks[-1].func_name if tasks else ""
     if words := _words(session, tasks):
@@ -104,6 +105,19 @@ def sum_row(session: Session, context: RowContext) -> Row:
     if session.is_program:
         counts["busy_s"] = round(sum(map(_call_seconds, tasks)), 3)
     return counts
+
+
+def _reused_counts(tasks: Iterable[Task], counts: Row) -> Row:
+    """The sums with the calls that took the results of identical calls. Their whole prompts count
+    as cached, and they generated no token."""
+    reused = [task.stats for task in tasks if isinstance(task, Completion) and task.stats.is_reused]
+    prompt = sum(stats.prompt_tokens for stats in reused)
+    return {
+        "reused": len(reused),
+        "prompt_tokens": counts["prompt_tokens"] + prompt,
+        "cached_tokens": counts["cached_tokens"] + prompt,
+        "output_tokens": counts["output_tokens"] - sum(stats.output_tokens for stats in reused),
+    }
 
 
 def _cost(tasks: Iterable[Task], prices: PriceTable | None) -> float | None:

@@ -552,8 +552,14 @@ class Dispatcher:
         if not attempt.resumed:
             self.estimates.learn(run.completion, run.num_chars, outcome.response.usage)
         if self._results is not None and run.result_key is not None:
-            salt = run.completion.options.cache_salt
-            self._results.put(salt, run.result_key, outcome.text, outcome.tokenized, run.stats)
+            self._results.put(
+                run.completion.options.cache_salt,
+                run.result_key,
+                outcome.text,
+                outcome.tokenized,
+                run.stats,
+                run.completion.session_id,
+            )
 
     def _on_failed(self, engine: Engine, error: ParrotError) -> None:
         """Send fewer calls to a server that is full."""

@@ -27,6 +27,7 @@ class Result(NamedTuple):
     tokenizer_id: str | None
     ids: "array[int] | None"  # None: no token ids stand for exactly this text.
     stats: RunStats  # Of the run that computed the result.
+    session_id: int  # Of the call that computed the result.
     expires_at: float
     num_bytes: int
 
@@ -68,7 +69,13 @@ class ResultCache:
         return result
 
     def put(
-        self, salt: str, key: bytes, text: str, tokenized: TokenizedText | None, stats: RunStats
+        self,
+        salt: str,
+        key: bytes,
+        text: str,
+        tokenized: TokenizedText | None,
+        stats: RunStats,
+        session_id: int,
     ) -> None:
         """Cache a result, unless it is larger than the whole cache."""
         ids = None if tokenized is None else array("i", tokenized.ids)
@@ -80,7 +87,8 @@ class ResultCache:
         expires_at = self._clock.now() + self._ttl_s
         self._remove(salt, key)
         results = self._by_salt.setdefault(salt, LruDict(weigh=_num_bytes))
-        results.put(key, Result(text, tokenizer_id, ids, stats, expires_at, num_bytes))
+        result = Result(text, tokenizer_id, ids, stats, session_id, expires_at, num_bytes)
+        results.put(key, result)
         self.num_bytes += num_bytes
         while self.num_bytes > self._max_bytes:
             largest = max(self._by_salt, key=lambda name: self._by_salt[name].weight)
@@ -103,8 +111,9 @@ class ResultCache:
             del self._by_salt[salt]
 
 
-def reused_stats(stats: RunStats) -> RunStats:
-    """The statistics of a call that reuses the result of another call. Counts of work are 0."""
+def reused_stats(stats: RunStats, session_id: int) -> RunStats:
+    """The statistics of a call that reuses the result of a call of session `session_id`. Counts of
+    work are 0."""
     return replace(
         stats,
         attempts=0,
@@ -115,6 +124,7 @@ def reused_stats(stats: RunStats) -> RunStats:
         accepted_tokens=0,
         used_tokens=0,
         is_reused=True,
+        reused_from=session_id,
     )
 
 

@@ -133,7 +133,8 @@ class RunTable:
     def answer(self, completion: Completion, result: Result) -> None:
         """Settle the completion with the cached result of an earlier run."""
         self._drop_withdrawn(completion)
-        self._set_output(completion, result.text, result.tokenized, reused_stats(result.stats))
+        stats = reused_stats(result.stats, result.session_id)
+        self._set_output(completion, result.text, result.tokenized, stats)
 
     def reprioritise(self, completion: Completion) -> None:
         """Update the completion's run after its objective or its readers have changed."""
@@ -411,7 +412,7 @@ class RunTable:
         self._set_state(run, RunState.ENDED)
         self._on_done(run, attempt, outcome)
         for number, waiter in enumerate(self._take_waiters(run)):
-            own = reused_stats(run.stats) if number else run.stats
+            own = reused_stats(run.stats, run.completion.session_id) if number else run.stats
             self._set_output(waiter, outcome.text, outcome.tokenized, own)
 
     def _attempt_failed(self, run: Run, attempt: Attempt, error: ParrotError) -> None:

@@ -335,6 +335,7 @@ class RunStats:
     finish_reason: FinishReason | None = None  # Set when the output is complete.
     stop_string: str | None = None  # The stop string that ended the output.
     is_reused: bool = False  # The result of an identical call was used, and nothing was computed.
+    reused_from: int | None = None  # The session of that identical call.
     logprobs: Logprobs | None = None  # Of the output tokens so far, if they were requested.
     is_streamed: bool = False  # From its first token, so its time will be known. Not journaled.
     comes_whole: str = ""  # The reason why the text is not streamed although a reader asks for it.

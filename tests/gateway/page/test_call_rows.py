@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 from parrot.gateway.page.rows import PageRows
+from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.errors import EngineFailed
 from tests.gateway.page.test_history import Kept
 from tests.serve.execution.test_result_cache import Program, World
 from tests.support.fake_engine import Script
 
 Rows = dict[str, dict[str, Any]]
+OPERATOR = Visitor(tenant=None, sees_values=True)
 
 
 def session_rows(world: World, program: Program) -> Rows:
@@ -173,4 +175,30 @@ async def test_a_program_that_stops_reading_a_call_is_cancelled() -> None:
     await world.settle()
     assert world.run(later).row["state"] == "finished"
     await world.history.close()
+    await world.core.close()
+
+
+async def test_a_call_with_the_result_of_an_identical_call_names_its_run() -> None:
+    world = World()
+    await world.join()
+    first, second = world.program(), world.program()
+    output = first.call("one")
+    await first.read(output)
+    computed = session_rows(world, first)[f"call:{output}"]
+    await world.clock.advance(3.0)
+    again = second.call("one")
+    await second.read(again)
+    call = session_rows(world, second)[f"call:{again}"]
+    assert call["reused_from"] == first.scope["session_id"]
+    assert call["cached_tokens"] == computed["cached_tokens"] + computed["computed_tokens"] > 0
+    assert (call["computed_tokens"], call["output_tokens"]) == (0, 0)
+    assert (call["engine"], call["decode_s"]) == (None, None)
+    assert call["started_s"] == call["ready_s"] == call["finished_s"]
+    assert "first_token_s" not in call
+    assert "reused_from" not in computed
+    overview = PageRows(world.core).overview(OPERATOR)
+    row = overview[f"session:{second.scope['session_id']}"]
+    assert row["reused"] == 1
+    assert row["prompt_tokens"] == row["cached_tokens"] == call["cached_tokens"]
+    assert row["output_tokens"] == 0
     await world.core.close()

@@ -478,7 +478,7 @@ def small_cache(num_bytes: int, clock: ManualClock) -> ResultCache:
 
 
 def put(cache: ResultCache, tenant: str, key: bytes, text: str = "x" * 100) -> None:
-    cache.put(tenant, key, text, TokenizedText("t", (1, 2, 3)), STATS)
+    cache.put(tenant, key, text, TokenizedText("t", (1, 2, 3)), STATS, 1)
     cache.check_integrity()
 
 
