@@ -127,12 +127,14 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         table.add(outcome)
         plan, faults = outcome.plan, outcome.faults.total()
         print(
-            f"seed {plan.seed}: {plan.title}, {faults} faults, {outcome.programs} programs",
+            f"seed {plan.seed}: {plan.title}, {faults} faults, {outcome.programs} programs, "
+            f"waited for a CPU {outcome.waited_for_cpu:.0%} of its time",
             flush=True,
         )
         report["rows"], report["kills"] = list(table.rows()), table.num_kills
         for one in outcome.violations:
             row = {"seed": outcome.plan.seed, "promise": one.promise, "what": one.text[:_SHOWN]}
+            row["waited_for_cpu"] = round(outcome.waited_for_cpu, 2)
             report.add("violations", row)
         for defect in outcome.defects:
             report.add("defects", {"seed": outcome.plan.seed, "what": defect[:_SHOWN]})

@@ -103,7 +103,9 @@ class Plan:
 class Outcome:
     """`recoveries`: seconds from a fault to the answer of a program that came with it, by fault.
     `defects`: tracebacks in the servers' logs. `given_up`: programs of which a call lost too many
-    engines. `kept`: where the history is, if anything is wrong."""
+    engines. `kept`: where the history is, if anything is wrong. `waited_for_cpu`: the fraction of
+    its time in which the round's process was ready and had no CPU. Above a half, engines seem
+    stuck, and violations may come from the machine."""
 
     plan: Plan
     programs: int = 0
@@ -115,6 +117,7 @@ class Outcome:
     violations: list[Violation] = field(default_factory=list)
     defects: list[str] = field(default_factory=list)
     kept: str = ""
+    waited_for_cpu: float = 0.0
 
 
 class Round:
@@ -310,8 +313,20 @@ async def play(
 
 def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
     """The same, for a process of its own, with a database of its own."""
+    ran_before, waited_before = _scheduled()
     with running_database() if plan.layout is Layout.STANDBY else nullcontext() as database:
-        return asyncio.run(play(plan, answers, keep, database))
+        outcome = asyncio.run(play(plan, answers, keep, database))
+    ran, waited = _scheduled()
+    ran, waited = ran - ran_before, waited - waited_before
+    outcome.waited_for_cpu = waited / max(1, ran + waited)
+    return outcome
+
+
+def _scheduled() -> tuple[int, int]:
+    """Nanoseconds in which this thread ran, and in which it was ready but did not run."""
+    path = Path("/proc/thread-self/schedstat")
+    ran, waited, _ = path.read_text().split() if path.exists() else ("0", "0", "")
+    return int(ran), int(waited)
 
 
 def _keep(place: Path, history: History, folder: Path) -> Path:
