@@ -244,7 +244,7 @@ async def test_the_first_sentence_says_where_the_time_went(stage: Stage) -> None
         "61 % of 20.2 s were spent in summarize → combine → review"
     )
     await expect(sentence).to_contain_text(
-        "24 % passed in your program, mostly before it set notes"
+        "24 % passed in your program in 2 parts, mostly before it set notes"
     )
     bar = await stage.page.locator(".wall > *").all_inner_texts()
     assert [text for text in bar if text] == [
@@ -278,8 +278,8 @@ async def test_two_runs_are_compared(stage: Stage) -> None:
     assert cells["Calls"] == ["2", "14", "+12"]
     assert cells["From cache"][0] == "0 %"
     assert cells["summarize"] == [
-        "12.0 s\n\u00d72, 0 % cached\n",
-        "26.1 s\n\u00d77, 43 % cached\n",
+        "12.0 s\nsum of 2 calls, 0 % cached\n",
+        "26.1 s\nsum of 7 calls, 43 % cached\n",
         "+14.1 s",
     ]
 
@@ -318,7 +318,9 @@ async def test_many_calls_after_each_other_are_counted(stage: Stage) -> None:
     await stage.goto("run/9")
     sentence = stage.page.locator(".blame p").last
     await expect(sentence).to_contain_text("were spent in 8 calls one after the other.")
-    await expect(sentence).to_contain_text("passed in your program, mostly after its last call")
+    await expect(sentence).to_contain_text(
+        "passed in your program in 8 parts, mostly after its last call"
+    )
 
 
 async def test_the_prompt_is_shown_as_the_model_saw_it(stage: Stage) -> None:
@@ -409,14 +411,17 @@ async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> Non
     await expect(page.locator("tr.row:not(.sub)")).to_have_count(2)
 
 
-async def test_each_filter_says_how_many_rows_it_shows(stage: Stage) -> None:
+async def test_each_filter_says_how_many_runs_it_shows(stage: Stage) -> None:
     await stage.goto()
     filters = stage.page.locator(".bar .seg button")
-    await expect(filters).to_have_text(["All9", "Running4", "Finished3", "Failed2", "Cancelled1"])
+    await expect(filters).to_have_text(["All36", "Running4", "Finished30", "Failed2", "Cancelled1"])
     rows = stage.page.locator("tr.row")
-    for name, number in (("Finished", 3), ("Failed", 2), ("Cancelled", 1)):
+    for name, number in (("Finished", 4), ("Failed", 2), ("Cancelled", 1)):
         await filters.get_by_text(name).click()
         await expect(rows).to_have_count(number)
+    await filters.get_by_text("Finished").click()
+    note = stage.page.locator("div.note p").last
+    await expect(note).to_contain_text("4 rows with 30 runs: API requests of one client share")
 
 
 async def test_the_list_says_what_it_folds_and_how_long_runs_stay(stage: Stage) -> None:

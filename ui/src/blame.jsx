@@ -130,6 +130,7 @@ function Gaps({ gaps, total, graph, onOpen }) {
   return (
     <>
       {share(sumOf(gaps), total)} passed in your program
+      {gaps.length > 1 && ` in ${gaps.length} parts`}
       {before?.name && (
         <>
           , {gaps.length > 1 && "mostly "}before it set <code>{before.name}</code>

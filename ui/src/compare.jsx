@@ -1,6 +1,6 @@
 // Two runs side by side: what each took as a whole, and what its calls of one function took.
 import { readOnce, rowsOf, serverNow, useFeed } from "./api.js";
-import { clock, count, day, seconds, share } from "./format.js";
+import { clock, count, day, plural, seconds, share } from "./format.js";
 import { Choice, NotFound, Table, useRead } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
 import { nameOf, wallSeconds } from "./run_list.js";
@@ -22,7 +22,7 @@ function linesOf(runs) {
     ...[...names].map((name) => {
       const own = ({ calls }) => calls.filter((call) => call.func_name === name);
       const note = (run) =>
-        `×${own(run).length}, ${share(sum(own(run), cached), sum(own(run), prompt)) || "0 %"} cached`;
+        `sum of ${plural(own(run).length, "call")}, ${share(sum(own(run), cached), sum(own(run), prompt)) || "0 %"} cached`;
       return [<code>{name}</code>, (run) => sum(own(run), ran), seconds, note];
     }),
   ];

@@ -109,7 +109,8 @@ function EngineCard({ engine, contexts, series, others, isOperator, isLive }) {
       <Tiers engine={engine} contexts={contexts} />
       {engine.hit_tokens > 0 && (
         <p class="note dim">
-          {count(engine.hit_tokens)} prompt tokens came from the cache
+          Since the engine registered, {count(engine.hit_tokens)} prompt tokens were in its KV when
+          their call was placed
           {engine.recomputed_tokens > 0 &&
             `, ${count(engine.recomputed_tokens)} were computed again after an eviction`}
           .
@@ -263,7 +264,7 @@ function Decisions({ decisions }) {
       {folded.length > 0 && (
         <Table
           label="Decisions"
-          heads={[["Call"], ["Went to"], ["Cached", true], ["Age", true]]}
+          heads={[["Call"], ["Went to"], ["Expected cached", true], ["Age", true]]}
         >
           <tbody>
             {folded.map((group) => (

@@ -115,9 +115,11 @@ function folded(entries) {
   };
 }
 
-/** Entries of the list, the newest first. */
-export function entriesOf(runs) {
-  const entries = runs.map(entryOf).sort((a, b) => b.at - a.at);
+/** An entry for each run, the newest first. */
+export const entriesOf = (runs) => runs.map(entryOf).sort((a, b) => b.at - a.at);
+
+/** The rows of the list. Entries that were filtered out are not in them. */
+export function foldEntries(entries) {
   const groups = new Map();
   for (const entry of entries) {
     const key = entry.kind === "API" ? foldOf(entry) : entry.id;

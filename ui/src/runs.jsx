@@ -18,7 +18,7 @@ import {
   useSlow,
 } from "./parts.jsx";
 import { go, useTitle, withQuery } from "./route.js";
-import { FILTERS, entriesOf, grouped, isNow, matches } from "./run_list.js";
+import { FILTERS, entriesOf, foldEntries, grouped, isNow, matches } from "./run_list.js";
 import { RunTable } from "./run_table.jsx";
 
 const FILTER_NAMES = {
@@ -93,7 +93,8 @@ function List({ runs, query, service }) {
       (!tenant || entry.run.tenant === tenant) &&
       matches(entry, q),
   );
-  const shown = found.filter(FILTERS[filter]);
+  const entriesShown = found.filter(FILTERS[filter]);
+  const shown = foldEntries(entriesShown);
   const numbers = Object.keys(FILTERS).map((id) => [id, found.filter(FILTERS[id]).length]);
   const kinds = [...new Set(entries.map((entry) => entry.kind))];
   const tenants = [...new Set(runs.map((run) => run.tenant))].sort();
@@ -154,26 +155,24 @@ function List({ runs, query, service }) {
           </Empty>
         </div>
       )}
-      <Note shown={shown} service={service} />
+      <Note rows={shown.length} number={entriesShown.length} service={service} />
     </>
   );
 }
 
 /** What the rows stand for, and how long they stay. */
-function Note({ shown, service: { max_runs, max_age_s } }) {
-  const number = shown.reduce((sum, entry) => sum + entry.members.length, 0);
+function Note({ rows, number, service: { max_runs, max_age_s } }) {
   return (
     <div class="faint note">
       <Legend name="legend only-wide" words={BARS}>
         Timeline: one bar for each call
       </Legend>
       <p>
-        {number > shown.length &&
-          `${plural(shown.length, "row")} with ${count(number)} runs: API requests of one client share a row. `}
+        {plural(rows, "row")} with {plural(number, "run")}: API requests of one client share a row.{" "}
         {max_runs > 0
           ? `The last ${count(max_runs)} finished runs are kept, each for ${seconds(max_age_s)}. Older runs disappear from this list, but `
           : "Finished runs are not kept, but "}
-        <a href="#/tenants">Tenants</a> still counts their calls and tokens.
+        <a href="#/tenants">Tenants</a> still counts what engines did for them.
       </p>
     </div>
   );

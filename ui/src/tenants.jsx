@@ -59,8 +59,10 @@ export function Tenants({ visitor, leave }) {
       {tenants.length > 0 && <Usage tenants={tenants} />}
       {tenants.length > 0 && (
         <p class="faint note">
-          Completed calls since the server started. Engine time: how long engines worked on these
-          tokens. Costs need <code>prices</code> in the configuration.
+          Calls that engines ran since the server started. Reused results and Python functions are
+          not counted. Engine time: the part of the engines' steps that these tokens took. Calls of
+          one batch share a step, so it is less than the time that the calls ran. Costs need{" "}
+          <code>prices</code> in the configuration.
         </p>
       )}
       {feed.isLive && !tenants.length && (
