@@ -1,6 +1,7 @@
 """Checkpoints in the formats of AWQ, GPTQ and compressed-tensors with four bits."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import FourBitLinear
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Part
+from parrot.engine.runner.load import load_runner
 from parrot.utils.config import ConfigError
 from tests.support.four_bit_checkpoints import (
     FORMATS,
@@ -22,6 +25,7 @@ from tests.support.four_bit_checkpoints import (
     quantise_folder,
     rounded,
 )
+from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -162,3 +166,21 @@ def test_a_cpu_multiplies_four_bits(plain: Path, tmp_path: Path, kind: str) -> N
     decoder = load_decoder(checkpoint, torch.bfloat16, CPU, weights=Weights.KEPT)
     linears = [linear for layer in decoder.layers for linear in layer.linears]
     assert all(isinstance(linear, FourBitLinear) for linear in linears)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_greedy_outputs_are_those_of_the_numbers(plain: Path, tmp_path: Path, kind: str) -> None:
+    folder, numbers = of_kind(plain, tmp_path, kind)
+    shutil.copytree(plain, tmp_path / "numbers")
+    save_file(numbers, tmp_path / "numbers" / "model.safetensors", {"format": "pt"})
+    found = []
+    for path in (folder, tmp_path / "numbers"):
+        config = BuiltinConfig(model=str(path), device="cpu", dtype="float32")
+        driver = Driver(load_runner(config).runner)
+        prompts = [list(range(5)), list(range(100, 140))]
+        contexts = [driver.context(prompt) for prompt in prompts]
+        outputs = driver.generate(contexts, 6)
+        fork = driver.fork(contexts[1], 20)
+        fork.tokens += [7, 8]
+        found.append([*outputs, *driver.generate([fork], 4, chunk=7)])
+    assert found[0] == found[1]

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.parallel import Partition, require_divisible
-from parrot.engine.models.tensors import OWN
+from parrot.engine.models.tensors import OWN, is_matrix
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
@@ -56,6 +58,32 @@ def test_every_rank_has_the_logits_of_the_whole(tmp_path: Path, family: str) -> 
         for logits, num_bytes in found:
             torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-4)
             assert num_bytes < whole.num_bytes * (0.5 / size + 0.5)
+
+
+@pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized"])
+def test_ranks_divide_matrices_of_four_bits(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+    plain = make_tiny_model(tmp_path / "plain", "llama", overrides=sizes)
+    numbers = quantise_folder(plain, tmp_path / "model", kind, 32)
+    checkpoint = open_checkpoint(str(tmp_path / "model"))
+    tokens, positions = torch.tensor([0, 258, 77, 64, 65, 130]), torch.arange(6)
+    with torch.inference_mode():
+        whole = load_decoder(checkpoint, torch.float32, CPU)
+        want = whole.logits(whole.forward(tokens, positions, attend_to_all))
+
+    def compute(ranks: RankGroup) -> torch.Tensor:
+        shard = Partition(checkpoint.spec, ranks)
+        for name in filter(is_matrix, checkpoint.plans):
+            part = shard.part(name)
+            matrix = checkpoint.take_packed(name, CPU, part)
+            assert part is not None
+            assert isinstance(matrix, FourBit)
+            assert torch.equal(matrix.numbers(), part.of(numbers[name]))
+        model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
+        return model.logits(model.forward(tokens, positions, attend_to_all))
+
+    for logits in on_ranks(2, compute):
+        torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["embedded", "dummy"])
