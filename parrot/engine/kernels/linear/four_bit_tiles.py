@@ -13,6 +13,7 @@ _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
 _MANY_BLOCKS = 64  # From this number of blocks on, also a narrow product is split.
+_SHORT = 8  # Up to this number of blocks, a program has more of them in flight.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -68,4 +69,6 @@ class FourBitProduct:
         is_wide = self.outputs > _MANY_OUTPUTS
         if self._is_sliced:
             return 32, 4, 1, 4 if is_wide or self.splits > 1 else 3, 4
-        return (128, 1, 1, 4, 4) if is_wide or self.splits > 1 else (64, 1, 2, 4, 4)
+        if is_wide or self.splits > 1:
+            return 128, 1, 1, 6 if self.blocks // self.splits <= _SHORT else 4, 4
+        return 64, 1, 2, 4, 4
