@@ -335,8 +335,8 @@ def load_decoder(
 ) -> Decoder:
     """Read, convert and pack the weights. Each thread loads one layer at a time.
 
-    4-bit weights that are kept need bfloat16 as `dtype`, and are used for few rows. `shard`: load
-    only one rank's part."""
+    Weights of four bits that are kept need bfloat16 as `dtype`. `shard`: load only one rank's part.
+    """
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
 
     def part(name: str) -> Part | None:

@@ -1,4 +1,9 @@
-"""Models with random weights, whose matrices may have random codes."""
+"""Models with random weights, whose matrices may have random codes, and what a model imports."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +13,7 @@ from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import is_matrix
+from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
 UP, EMBED = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
@@ -39,3 +45,26 @@ def test_other_models_have_numbers() -> None:
     assert checkpoint.take_packed(UP) is None
     assert torch.equal(checkpoint.take(UP), checkpoint.take(UP))
     assert float(checkpoint.take("model.norm.weight").std()) == 0.0
+
+
+PROGRAM = """
+import sys
+from parrot.engine.models import fused, fused_sums, weights
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.layers import PlainLinear
+import torch
+load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cpu"))
+weights.weight_of(PlainLinear(torch.zeros(8, 8), None))
+print(*sys.modules)
+"""
+
+
+def test_a_model_in_plain_numbers_imports_no_products_of_other_formats(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    ends = ("four_bit", "four_bit_kernels", "four_bit_tiles", "four_bit_weights", "fp8_weights")
+    formats = {f"parrot.engine.models.{end}" for end in (*ends[3:], "four_bit_folder")}
+    formats |= {f"parrot.engine.kernels.linear.{end}" for end in ends[:3]}
+    assert not formats & set(done.stdout.split())
