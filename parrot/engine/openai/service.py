@@ -469,8 +469,9 @@ class OpenAIService:
         on_chunk: OnChunk | None,
     ) -> GenerateResponse:
         submitted = self._clock.now()
-        await self._upstream.check_with_probe(needs)
-        self._apply_server_limit()
+        if not self._upstream.is_probed:  # Otherwise `check` has found all that is needed.
+            await self._upstream.check_with_probe(needs)
+            self._apply_server_limit()
         await self._fill(job, request.fills, kept=request.context_id)
         context = await job.turns[request.context_id].ready()
         await self._gate.enter(request.priority if self._by_priority else 0)

@@ -317,6 +317,8 @@ class Upstream:
         self._instance = instance
         self._given = None if instance.server is None else DIALECTS[instance.server]
         self._dialect: Dialect | None = None
+        self._assumed = self._given or OPENAI  # The kind, or until the probe the assumed kind.
+        self._can = self._features(self._assumed)  # The features of that kind.
         self._ids = IdsInFlight()
         self.capabilities = Capabilities()
         self.max_model_len: int | None = None
@@ -352,10 +354,11 @@ class Upstream:
         given = self._instance
         kept_tokens = told.kept_tokens if given.kept_tokens is None else given.kept_tokens
         kept_prompts = given.kept_prompts or told.kept_prompts or dialect.kept_prompts
-        self._dialect = dialect
+        self._dialect = self._assumed = dialect
+        self._can = self._features(dialect, told)
         self.capabilities = Capabilities(
             server=f"{dialect.name} {told.version}".strip(),
-            features=self._features(dialect, told),
+            features=self._can,
             kept_tokens=kept_tokens,
             kept_prompts=kept_prompts,
         )
@@ -371,6 +374,11 @@ class Upstream:
         if self._dialect is None and (self._was_unreachable or not needs <= self._can):
             await self.probe()
         self._require(self._assumed, needs)
+
+    @property
+    def is_probed(self) -> bool:
+        """Whether the kind of the server is known."""
+        return self._dialect is not None
 
     @property
     def is_serial(self) -> bool:
@@ -389,15 +397,6 @@ class Upstream:
     async def metrics(self) -> str:
         """The first 1 MiB of the server's metrics."""
         return await read_metrics(self._root)
-
-    @property
-    def _assumed(self) -> Dialect:
-        return self._dialect or self._given or OPENAI
-
-    @property
-    def _can(self) -> frozenset[str]:
-        known = self.capabilities.features
-        return self._features(self._assumed) if known is None else known
 
     def _features(self, dialect: Dialect, told: ProbeResult = _UNKNOWN) -> frozenset[str]:
         """The server's features. The configuration overrides the probe, which overrides the
