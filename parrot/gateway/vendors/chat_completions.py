@@ -2,7 +2,7 @@
 completions or their chunks."""
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal
 
@@ -335,7 +335,7 @@ class ChatCompletions:
         try:
             async with aclosing(stream_parts(turn, parsers)) as answers:
                 async for i, parts in answers:
-                    chunks: list[Event] = [(None, chunk) for chunk in streams[i].write(parts)]
+                    chunks = streams[i].write(parts)
                     if parts and isinstance(parts[-1], AnswerEnd):
                         ended.append(parts[-1].value)
                         self._turns.remember(turn, i, streams[i].answer.message())
@@ -366,46 +366,60 @@ class _Stream:
         self._index = index
         self._entries: list[Entry] = []  # of tokens that no chunk contains yet
 
-    def write(self, parts: Sequence[Part]) -> Iterator[Json]:
+    def write(self, parts: Sequence[Part]) -> list[Event]:
+        chunks: list[Event] = []
         if not self.has_begun:
             self.has_begun = True
-            yield self._chunk({"role": "assistant", "content": ""})
+            chunks.append(self._chunk({"role": "assistant", "content": ""}))
         for part in parts:
             if isinstance(part, Likelihoods):
                 self._entries += part.entries
             elif isinstance(part, AnswerEnd):
-                end = self._chunk({}, _finish_reason(self.answer, part.value))
-                if self._turn.is_served:
-                    extra = self._turn.extra(self._index)
-                    yield from map(self._chunk, extra.get("message", ()))
-                    add_missing(end["choices"][0], extra.get("choice", {}))
-                    add_missing(end, extra.get("answer", {}))
-                yield end
+                chunks += self._end(part)
             else:
-                yield from self._delta(part)
+                if delta := self._delta(part):
+                    chunks.append(self._chunk(delta))
                 self.answer.add(part)
+        return chunks
 
-    def _delta(self, part: AnswerEvent) -> Iterator[Json]:
+    def _delta(self, part: AnswerEvent) -> Json:
         if isinstance(part, ParsedToolCall):
             call = {"index": len(self.answer.calls)} | _tool_call(part)
-            yield self._chunk({"tool_calls": [call]})
-        elif isinstance(part, ReasoningDelta):
+            return {"tool_calls": [call]}
+        if isinstance(part, ReasoningDelta):
             delta = {"reasoning_content": part.reasoning}
             if self._turn.is_served:
                 delta["reasoning"] = part.reasoning  # vLLM's name
-            yield self._chunk(delta)
-        elif part.text:
-            yield self._chunk({"content": part.text})
+            return delta
+        return {"content": part.text} if part.text else {}
 
-    def _chunk(self, delta: Json, finish_reason: str | None = None) -> Json:
+    def _end(self, part: AnswerEnd) -> list[Event]:
+        reason = _finish_reason(self.answer, part.value)
+        if not self._turn.is_served:
+            return [self._chunk({}, reason)]
+        extra = self._turn.extra(self._index)
+        end = self._chunk({}, reason, extra)  # First, because it takes the log probabilities.
+        return [*map(self._chunk, extra.get("message", ())), end]
+
+    def _chunk(
+        self,
+        delta: Json,
+        finish_reason: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Event:
+        """`extra`: a foreign server's fields, as in `Turn.extra`."""
         entries, self._entries = self._entries, []
-        choice = {
+        choice: Json = {
             "index": self._index,
             "delta": delta,
-            "logprobs": _logprobs(entries or None),
+            "logprobs": _logprobs(entries) if entries else None,
             "finish_reason": finish_reason,
         }
-        return self._frame | {"choices": [choice]}
+        chunk = self._frame | {"choices": [choice]}
+        if extra:
+            add_missing(choice, extra.get("choice", {}))
+            add_missing(chunk, extra.get("answer", {}))
+        return None, chunk
 
 
 def _parser(turn: Turn, request: ChatRequest) -> AnswerParser:

@@ -246,7 +246,7 @@ class LowestCostPlacer(Placer):
         which the task failed is a candidate only if it is the last one left."""
         found = self._loads.least_loaded(task, count + len(task.failed_engines))
         candidates = {load.id: load for load in found}
-        if len(candidates) < self._loads.num_open(task.models):
+        if known.reusable and len(candidates) < self._loads.num_open(task.models):
             for engine_id in known.engines(_MAX_HOLDERS):
                 load = self._loads.get(engine_id)
                 if load is not None and load.is_open and self._loads.accepts(load, task):
