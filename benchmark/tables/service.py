@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
-from benchmark.results import load
+from benchmark.results import load, names
 from benchmark.tables.markdown import Row, ratio, spread, table
 
 
@@ -279,3 +279,35 @@ def fit() -> str:
         beyond = f"{loads[model]:+.1%}" if model in loads else ""
         rows.append([model, str(len(points)), texts, beyond])
     return table(["model", "fitted points", "largest residuals", "`256`, not fitted"], rows)
+
+
+def nemesis_nights() -> str:
+    """Parts of the nightly run. `programs` and `kills` count all rounds, `violations` lists the
+    seeds of rounds with one."""
+    heads = [
+        "part",
+        "first seed",
+        "minutes",
+        "rounds",
+        "programs",
+        "kills",
+        "seeds with violations",
+    ]
+    lines = []
+    for name in names():
+        if not name.startswith("nemesis_night_"):
+            continue
+        report = load(name)
+        words = report["provenance"]["command"].split()
+        seed, minutes = (words[words.index(one) + 1] for one in ("--seed", "--minutes"))
+        rounds, programs = (
+            sum(row[key] for row in report["rows"]) for key in ("rounds", "programs")
+        )
+        wrong = sorted({str(one["seed"]) for one in report.get("violations", ())})
+        part = name.removeprefix("nemesis_night_").removesuffix(".json")
+        link = f"[{part}](../benchmark/results/{name})"
+        found = ", ".join(wrong) or "none"
+        lines.append(
+            [link, seed, minutes, f"{rounds}", f"{programs:,}", f"{report['kills']}", found]
+        )
+    return table(heads, lines)
