@@ -266,10 +266,17 @@ async def test_two_runs_are_compared(stage: Stage) -> None:
         for n in range(2)
     }
     stage.answers["sessions/8"] = {"session": earlier} | calls
-    stage.answers["overview"] = scene.overview() | {"session:8": earlier}
+    latest = earlier | {"id": 9}
+    stage.answers["sessions/9"] = {"session": latest}
+    stage.answers["overview"] = scene.overview() | {"session:8": earlier, "session:9": latest}
     await stage.goto(RUN)
-    await stage.page.get_by_label("Compare with another run").select_option(index=1)
+    await stage.page.click("text=Compare")
+    await expect(stage.page).to_have_url(f"http://parrot.test/ui/#/compare/9/{scene.RUN}")
+    choice = stage.page.get_by_label("With the run")
+    await choice.focus()
+    await choice.select_option("8")
     await expect(stage.page).to_have_url(f"http://parrot.test/ui/#/compare/8/{scene.RUN}")
+    await expect(choice).to_be_focused()
     rows = stage.page.locator("[aria-label=Comparison] tbody tr")
     await rows.first.wait_for()
     lines = await rows.all_inner_texts()

@@ -28,45 +28,81 @@ function linesOf(runs) {
   ];
 }
 
+/** The other runs of the same program, the newest last. */
+const readOthers = async (session) =>
+  rowsOf(await readOnce("overview"), "session").filter(
+    (run) => run.id !== session.id && nameOf(run) === nameOf(session),
+  );
+const useOthers = (session) =>
+  useRead(() => session && readOthers(session), [], [session?.id]);
+
+export function CompareLink({ session }) {
+  const other = useOthers(session).at(-1);
+  return (
+    other && (
+      <a class="btn small" href={`#/compare/${other.id}/${session.id}`}>
+        Compare
+      </a>
+    )
+  );
+}
+
+/** `ids`: of the runs; the first one can be changed here. */
 export function Compare({ ids }) {
   useTitle("Compare");
   const feeds = [useFeed(`sessions/${ids[0]}`), useFeed(`sessions/${ids[1]}`)];
-  const failed = feeds.find((feed) => feed.error);
-  if (failed) return <NotFound what="run">{failed.error}.</NotFound>;
   const runs = feeds.map(({ rows }) => ({
     session: rows.get("session"),
     calls: rowsOf(rows, "call"),
   }));
-  if (!runs.every(({ session }) => session)) return null;
+  const { session } = runs[1];
+  const others = useOthers(session);
+  const failed = feeds.find((feed) => feed.error);
+  if (failed) return <NotFound what="run">{failed.error}.</NotFound>;
   return (
-    <div class="screen">
-      <div class="head">
-        <h1>Compare {nameOf(runs[0].session)}</h1>
+    session && (
+      <div class="screen">
+        <div class="head">
+          <h1>Compare {nameOf(session)}</h1>
+          <Choice
+            label="With the run"
+            options={others.map((run) => [
+              run.id,
+              `with ${day(run.created_at)}, ${clock(run.created_at)}`,
+            ])}
+            value={ids[0]}
+            onChoose={(other) => go(`/compare/${other}/${ids[1]}`, true)}
+          />
+        </div>
+        {runs[0].session && <Comparison runs={runs} />}
       </div>
-      <div class="card table">
-        <Table
-          label="Comparison"
-          heads={[
-            ["Run"],
-            ...runs.map(({ session }) => [
-              <a href={`#/run/${session.id}`}>{clock(session.created_at)}</a>,
-              true,
-            ]),
-            ["Difference", true],
-          ]}
-        >
-          <tbody>
-            {linesOf(runs).map(([what, read, write, note], i) => (
-              <Line key={i} what={what} values={runs.map(read)} write={write}>
-                {note && runs.map((run) => <div class="dim only-wide">{note(run)}</div>)}
-              </Line>
-            ))}
-          </tbody>
-        </Table>
-      </div>
-    </div>
+    )
   );
 }
+
+const Comparison = ({ runs }) => (
+  <div class="card table">
+    <Table
+      label="Comparison"
+      heads={[
+        ["Run"],
+        ...runs.map(({ session }) => [
+          <a href={`#/run/${session.id}`}>{clock(session.created_at)}</a>,
+          true,
+        ]),
+        ["Difference", true],
+      ]}
+    >
+      <tbody>
+        {linesOf(runs).map(([what, read, write, note], i) => (
+          <Line key={i} what={what} values={runs.map(read)} write={write}>
+            {note && runs.map((run) => <div class="dim only-wide">{note(run)}</div>)}
+          </Line>
+        ))}
+      </tbody>
+    </Table>
+  </div>
+);
 
 function Line({ what, values, write, children }) {
   const difference = values[1] - values[0];
@@ -82,25 +118,5 @@ function Line({ what, values, write, children }) {
       ))}
       <td class="n">{text !== write(0) && (difference > 0 ? "+" : "−") + text}</td>
     </tr>
-  );
-}
-
-/** A choice of the other runs of the same program. */
-export function CompareWith({ session }) {
-  const read = async () =>
-    rowsOf(await readOnce("overview"), "session").filter(
-      (run) => run.id !== session.id && nameOf(run) === nameOf(session),
-    );
-  const others = useRead(read, [], [session.id]);
-  return (
-    others.length > 0 && (
-      <Choice
-        label="Compare with another run"
-        kind="btn small"
-        all="Compare…"
-        options={others.map((run) => [run.id, `with ${day(run.created_at)}, ${clock(run.created_at)}`])}
-        onChoose={(other) => other && go(`/compare/${other}/${session.id}`)}
-      />
-    )
   );
 }

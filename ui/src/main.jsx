@@ -88,7 +88,7 @@ function View({ view, args, query, visitor, leave }) {
         />
       );
     case "compare":
-      return <Compare key={args.join()} ids={args} />;
+      return <Compare ids={args} />;
     case "playground":
       return <Playground visitor={visitor} />;
     case "engines":

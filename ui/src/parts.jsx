@@ -256,10 +256,10 @@ export const Empty = ({ title, children }) => (
 );
 
 /** A list to choose from. `all`: the first entry, which chooses nothing. */
-export const Choice = ({ label, all, options, value, onChoose, kind = "field" }) => (
+export const Choice = ({ label, all, options, value, onChoose }) => (
   <label>
     <span class="sr">{label}</span>
-    <select class={kind} value={value} onChange={(event) => onChoose(event.target.value)}>
+    <select class="field" value={value} onChange={(event) => onChoose(event.target.value)}>
       {all && <option value="">{all}</option>}
       {options.map(([id, name]) => (
         <option key={id} value={id}>

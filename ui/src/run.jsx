@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { useFeed } from "./api.js";
 import { Blame, failureOf } from "./blame.jsx";
-import { CompareWith } from "./compare.jsx";
+import { CompareLink } from "./compare.jsx";
 import { count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { layOut, readGraph } from "./graph.js";
 import { GraphView } from "./graph_view.jsx";
@@ -348,7 +348,7 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
       )}
       <span class="end">
         {again}
-        <CompareWith session={session} />
+        <CompareLink session={session} />
         <CopyButton text={() => location.href} what="the address">
           Link
         </CopyButton>
