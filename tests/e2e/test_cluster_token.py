@@ -21,6 +21,7 @@ from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app as create_core_app
 from parrot.utils.clock import MonotonicClock
+from parrot.utils.logs import LastWarning
 from tests.e2e.programs import program
 from tests.support.app_server import serve_app
 
@@ -39,7 +40,7 @@ async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIter
         service = create_service(config)
         app = create_engine_app(service, ReorderBuffer(MonotonicClock()), config)
         async with serve_app(app, port):
-            heartbeat = registration(config, app.state.front)
+            heartbeat = registration(config, app.state.front, LastWarning())
             engine = asyncio.create_task(run_engine(config, service, heartbeat))
             yield http
             engine.cancel()
