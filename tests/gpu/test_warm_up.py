@@ -12,8 +12,10 @@ import torch
 import triton
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.packed import Weights
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import ResolvedSampling
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -34,13 +36,25 @@ SAMPLINGS = [
 ]
 
 
-@pytest.mark.parametrize(("kv_heads", "quantised"), [(4, False), (16, False), (4, True)])
+@pytest.mark.parametrize(
+    ("kv_heads", "quantised", "four_bits"),
+    [(4, False, False), (16, False, False), (4, True, False), (4, False, True)],
+)
 def test_nothing_is_compiled_after_warm_up(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kv_heads: int, quantised: bool
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kv_heads: int,
+    quantised: bool,
+    four_bits: bool,
 ) -> None:
     """Prompts of any length alone, together and beside decodes; forks; all ways to sample."""
-    folder = make_tiny_model(tmp_path, overrides=SIZES | {"num_key_value_heads": kv_heads})
-    model = load_decoder(open_checkpoint(str(folder)), torch.bfloat16, torch.device("cuda"))
+    sizes = SIZES | {"num_key_value_heads": kv_heads}
+    folder = make_tiny_model(tmp_path / "plain", overrides=sizes)
+    if four_bits:
+        quantise_folder(folder, tmp_path / "four bits", "awq", 64)
+        folder = tmp_path / "four bits"
+    checkpoint, device = open_checkpoint(str(folder)), torch.device("cuda")
+    model = load_decoder(checkpoint, torch.bfloat16, device, weights=Weights.KEPT)
     runner = CudaRunner(
         model, 4000, 64, CudaOptions(max_rows=64, max_tokens=8192, quantised=quantised)
     )

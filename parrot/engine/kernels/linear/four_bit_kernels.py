@@ -200,7 +200,7 @@ def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
     return tl.load(squares_ptr + member[:, None] * PARTS + part, mask=is_part, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # One variant for all numbers of rows.
 def four_bit_linear_kernel(
     x_ptr,
     words_ptr,
@@ -286,7 +286,7 @@ def four_bit_linear_kernel(
     tl.store(out_ptr + place, result.to(kind), mask=both)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # One variant for all numbers of rows.
 def four_bit_qkv_kernel(
     x_ptr,
     words_ptr,
