@@ -7,10 +7,11 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import Checkpoint
+from parrot.engine.models.four_bit_linear import has_words
 from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.quantisation import stays_e4m3
+from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.tensors import is_matrix
 from parrot.utils.config import ConfigError
 
@@ -40,6 +41,9 @@ def choose_weights(
     reason = _without_kernels(device, E4M3 if in_e4m3 else _FOUR_BIT)
     if in_e4m3 and reason is None:
         reason = unaligned(_matrix_shapes(checkpoint, shard))
+    group = group_size(checkpoint.config)
+    if not in_e4m3 and group is not None and not has_words(group):
+        reason = f"has groups of {group} inputs"
     if config.dtype == "fp8":
         if reason is not None:
             raise ConfigError(f"`dtype`: fp8 {reason}; use auto")

@@ -63,6 +63,7 @@ def test_quantised_matrices_are_kept_by_auto(found: Mapping[str, Any]) -> None:
         (FP8, (9, 0), False, "needs Triton"),
         (AWQ, (7, 5), True, "capability 8.0 or later"),
         (AWQ, (9, 0), False, "needs Triton"),
+        (AWQ | {"group_size": 16}, (9, 0), True, "their format has groups of 16 inputs"),
     ],
 )
 def test_a_device_without_kernels_converts_them(
@@ -128,7 +129,6 @@ def test_each_rank_checks_its_own_part(caplog: pytest.LogCaptureFixture) -> None
         (FP8 | {"weight_block_size": [64, 128]}, GPU, None),
         (AWQ, GPU, 0.5 + 4 / 64),
         (AWQ | {"group_size": -1}, GPU, 0.5 + 4 / 128),
-        (AWQ | {"group_size": 16}, GPU, None),
         (AWQ, CPU, None),
         (None, GPU, None),
     ],
