@@ -30,6 +30,7 @@ ATTACKS = [
     "&lt;script&gt;alert(1)&lt;/script&gt;",
     "\u202ereversed\u2028line",
 ]
+COPY = "navigator.clipboard.writeText = async (text) => (window.copied = text)"
 
 
 def saved(path: Path) -> Any:
@@ -421,7 +422,7 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
     await visit.answer("done")
     await read
     await visit.page.click("nav >> text=Tenants")
-    await visit.wait_text("p", "Completed calls")
+    await visit.wait_text("p", "Calls that engines ran")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -454,3 +455,26 @@ async def test_it_fits_a_phone(visit: Visit) -> None:
         await visit.page.wait_for_selector("main h1, main h2")
         widths = await visit.page.evaluate("[document.body.scrollWidth, innerWidth]")
         assert widths[0] <= widths[1], view
+
+
+async def test_a_finished_api_request_has_its_question_and_can_be_deleted(visit: Visit) -> None:
+    await visit.site.join()
+    request = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 20}
+    asking = asyncio.create_task(visit.site.post("/v1/completions", request))
+    await visit.answer("Paris.")
+    await asking
+    await visit.open()
+    await visit.page.click("td a")
+    await visit.wait_text("h1", "The capital of France is")
+    await visit.wait_text(".panel pre.value", "Paris.")  # The only call is open.
+    assert await visit.page.locator("text=Compare\u2026").count() == 0
+    await visit.page.evaluate(
+        "navigator.clipboard.writeText = async (text) => (window.copied = text)"
+    )
+    await visit.page.click("text=Copy as curl")
+    copied = await visit.page.evaluate("window.copied")
+    assert "/v1/completions --json @-" in copied
+    assert json.loads(copied.split("\n", 1)[1].removesuffix("\nJSON")) == request
+    await visit.page.click("text=Delete\u2026")
+    await visit.page.click("dialog[open] >> text=Delete run")
+    await visit.wait_text("h2", "There is no run yet")

@@ -1,5 +1,6 @@
 """All views and states of the page on frozen data, in a real browser without a server."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from axe_playwright_python.async_playwright import Axe
 from playwright.async_api import Browser, expect
 
 from tests.page import scene
-from tests.page.stage import OPERATOR, Stage, open_stage
+from tests.page.stage import OPERATOR, URL, Stage, open_stage
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
@@ -318,6 +319,40 @@ async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
     assert (await cells.all_inner_texts())[1:] == [
         *("reused", "20 ms", "0 ms", "40 ms", "729", "100 %", "")
     ]
+
+
+async def test_a_chat_request_is_copied_as_a_chat_request(stage: Stage) -> None:
+    rows = scene.reused_run(8, origin=7)
+    rows["session"] |= {"kind": "API", "apps": [], "app": "openai", "words": "Why?"}
+    rows["call:s0"] |= {"func_name": "chat"}
+    call = {"prompt": [{"text": "Why?"}], "sampling": {"max_gen_length": 20}}
+    shown = {"var": rows["var:s0"], "call": call, "text:0": {"text": "an answer"}}
+    stage.answers |= {"sessions/8": rows, "sessions/8/vars/s0": shown}
+    await stage.goto("run/8/s0")
+    await expect(stage.page).to_have_title("Why? · Parrot")
+    await expect(stage.page.locator(".crumb")).to_contain_text("openai")
+    await expect(stage.page.locator(".head")).to_contain_text("Delete")
+    await expect(stage.page.locator(".prompt")).to_contain_text("editor of a small newsletter")
+    await stage.page.evaluate(
+        "document.execCommand = () => (window.copied = document.activeElement.value)"
+    )
+    await stage.page.click("text=Copy as curl")
+    copied = await stage.page.evaluate("window.copied")
+    command, body = copied.split("\n", 1)
+    assert command == f"curl -s {URL}/v1/chat/completions --json @- <<'JSON'"
+    sent = json.loads(body.removesuffix("\nJSON"))
+    assert [message["role"] for message in sent["messages"]] == ["system", "user"]
+    assert sent["messages"][1]["content"].startswith("Here is the issue:\n\n" + scene.STORY)
+    assert (sent["model"], sent["max_tokens"], len(sent)) == ("qwen3-8b", 20, 3)
+
+
+async def test_what_is_cut_is_in_a_tooltip(stage: Stage) -> None:
+    await stage.page.set_viewport_size({"width": 1000, "height": 900})
+    await stage.goto()
+    words = stage.page.locator("td .cut .cut").first
+    await words.evaluate("(element) => { element.title = ''; element.style.width = '40px'; }")
+    await words.hover()
+    await expect(words).to_have_attribute("title", await words.inner_text())
 
 
 async def test_many_calls_after_each_other_are_counted(stage: Stage) -> None:

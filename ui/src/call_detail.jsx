@@ -10,7 +10,7 @@ import { putDraft } from "./draft.js";
 import { count, seconds } from "./format.js";
 import { Glyph, Icon } from "./icons.jsx";
 import { CopyButton, Notice } from "./parts.jsx";
-import { asCurl, readProgram } from "./program.js";
+import { apiCurl, asCurl, readProgram } from "./program.js";
 import { Prompt, useSeen } from "./prompt.jsx";
 import { textOf, useTexts } from "./texts.js";
 import { why } from "./why.js";
@@ -37,7 +37,7 @@ export function Detail({ variable, producer, run }) {
       <section>
         {feed.error && <Notice feed={feed} />}
         {call ? <Lead producer={producer} call={call} run={run} /> : <Given row={row} run={run} />}
-        {call && <Actions call={call} draft={draft} isFollowed={feed.isLive} run={run} />}
+        {call && <Actions {...{ call, draft, source, seen, run }} isFollowed={feed.isLive} />}
       </section>
       {row.errors && <Errors errors={row.errors} producer={producer} run={run} />}
       {isHidden ? (
@@ -96,9 +96,11 @@ function Given({ row, run: { graph } }) {
   return <p class="why">Your program set it{when}.</p>;
 }
 
-function Actions({ call, draft, isFollowed, run: { id, isLive } }) {
+function Actions({ call, draft, source, seen, isFollowed, run: { id, isApi, isLive } }) {
   const asCommand = () =>
-    asCurl(readProgram(draft.calls, draft.settings), draft.values, location.origin);
+    isApi && seen
+      ? apiCurl(call, seen.prompt, source.sampling ?? {}, location.origin)
+      : asCurl(readProgram(draft.calls, draft.settings), draft.values, location.origin);
   return (
     <div class="acts">
       {draft && (

@@ -24,7 +24,7 @@ export function Events({ isOperator, query }) {
   const feed = useFeed("events");
   const isSlow = useSlow(!feed.isLive && !feed.rows.size);
   useEffect(() => setSeen(feed.rows), [feed.rows]);
-  const events = rowsOf(feed.rows, "event").sort((a, b) => b.key - a.key);
+  const events = rowsOf(feed.rows, "event").sort((a, b) => b.at - a.at || b.key - a.key);
   const filter = Object.keys(SEVERITIES).find((name) => query.has(name)) ?? "all";
   const q = query.get("q") ?? "";
   const set = (name, text) =>
@@ -73,8 +73,8 @@ export function Events({ isOperator, query }) {
       {feed.isLive && !shown.length && (
         <Empty title={events.length ? "No event matches" : "Nothing has happened yet"}>
           <p>
-            Engines that join, drain or are lost, calls that were tried again, and runs that expired
-            appear here.
+            Engines that join, drain or are lost, calls that were tried again, and runs that failed or
+            expired appear here.
           </p>
         </Empty>
       )}

@@ -13,6 +13,7 @@ import { Run } from "./run.jsx";
 import { Runs } from "./runs.jsx";
 import { hasUnread } from "./severity.js";
 import { Tenants } from "./tenants.jsx";
+import "./tooltips.js";
 import "./style/tokens.css";
 import "./style/base.css";
 import "./style/shell.css";

@@ -157,15 +157,34 @@ export function asPFunc({ calls, inputs, settings }, values, url) {
   ].join("\n\n\n");
 }
 
+const shell = (url, body) =>
+  `curl -s ${url} --json @- <<'JSON'\n${body.replaceAll("\nJSON", "\n JSON")}\nJSON`;
+
 /** The same for a shell. */
 export function asCurl(program, values, url) {
   const body = JSON.stringify({ session: {}, ...graphRequest(program, values) }, null, 2);
   const last = program.calls.at(-1).name;
   return [
-    `curl -s ${url}/v1/semantic_graph --json @- <<'JSON'\n${body.replaceAll("\nJSON", "\n JSON")}\nJSON`,
+    shell(`${url}/v1/semantic_graph`, body),
     `# with session_id, session_auth and the id of ${last} from the answer:`,
     `curl -sN '${url}/v1/semantic_var/VAR_ID/stream?session_id=SESSION_ID&session_auth=SESSION_AUTH'\n`,
   ].join("\n");
+}
+
+/** One request of an API client, for a shell. `prompt`: its parts with roles, cut at their cached end. */
+export function apiCurl(call, prompt, sampling, url) {
+  const messages = [];
+  for (const { role, text: part } of prompt) {
+    if (messages.at(-1)?.role === role) messages.at(-1).content += part ?? "";
+    else messages.push({ role, content: part ?? "" });
+  }
+  const isChat = call.func_name !== "completion";
+  const given = isChat
+    ? { messages: messages.filter(({ role }) => role !== "markup") }
+    : { prompt: messages.map(({ content }) => content).join("") };
+  const { max_gen_length: max_tokens, temperature, top_p, seed } = sampling;
+  const fields = { model: call.model, ...given, max_tokens, temperature, top_p, seed };
+  return shell(`${url}/v1/${isChat ? "chat/" : ""}completions`, JSON.stringify(fields, null, 2));
 }
 
 /** A prompt as an f-string if it has placeholders. */

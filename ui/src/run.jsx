@@ -12,7 +12,7 @@ import { Bones, CopyButton, NotFound, Notice, Segments, say, useNow, useSlow } f
 import { go, useTitle } from "./route.js";
 import { canRunAgain } from "./again.js";
 import { AgainButton, RunActions } from "./run_actions.jsx";
-import { BREAKS, kindOf, nameOf, stateOf } from "./run_list.js";
+import { BREAKS, kindOf, nameOf, stateOf, titleOf } from "./run_list.js";
 import { Calls, Variables } from "./tables.jsx";
 import { Timeline } from "./timeline.jsx";
 import { sharesOf, wallOf } from "./wall.js";
@@ -25,7 +25,7 @@ export function Run({ id, shown, group, visitor }) {
   const feed = useFeed(`sessions/${id}`);
   const session = feed.rows.get("session");
   const isSlow = useSlow(!session);
-  useTitle(session ? nameOf(withFunctions(session, feed.rows)) : "Run");
+  useTitle(session ? titleOf(withFunctions(session, feed.rows)) : "Run");
   if (feed.error && !session)
     return (
       <NotFound what="run">
@@ -105,6 +105,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
     open: openHere,
     seesValues: visitor.sees_values,
     tenant: session.tenant,
+    isApi: kindOf(session) === "API",
   };
   useEnd(session);
   const hover = useMemo(() => linkedHover(layout), [layout]);
@@ -118,6 +119,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
       <div class="views">
         <nav class="crumb" aria-label="Path">
           <a href="#/">Runs</a>/<span>{session.tenant}</span>
+          {kindOf(session) === "API" && <>/ {nameOf(session)}</>}
         </nav>
         <Head
           session={session}
@@ -274,7 +276,8 @@ function firstCall(graph) {
   const calls = [...graph.calls];
   const found =
     calls.find(([, call]) => call.state === "running") ??
-    calls.find(([, call]) => call.state === "failed" && call.ready_s != null);
+    calls.find(([, call]) => call.state === "failed" && call.ready_s != null) ??
+    (calls.length === 1 ? calls[0] : undefined);
   return found?.[0] ?? null;
 }
 
@@ -333,7 +336,7 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
   ).length;
   return (
     <div class="head">
-      <h1>{nameOf(session)}</h1>
+      <h1>{titleOf(session)}</h1>
       <Pill state={state} word={WORDS[state]} />
       {failure && state !== "failed" && (
         <span class="st failed">
@@ -348,7 +351,7 @@ function Head({ session, graph, failure, isLive, isBusy, again }) {
       )}
       <span class="end">
         {again}
-        <CompareLink session={session} />
+          {kindOf(session) !== "API" && <CompareLink session={session} />}
         <CopyButton text={() => location.href} what="the address">
           Link
         </CopyButton>

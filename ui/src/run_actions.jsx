@@ -6,12 +6,12 @@ import { putDraft } from "./draft.js";
 import { plural } from "./format.js";
 import { Icon } from "./icons.jsx";
 import { say } from "./parts.jsx";
-import { nameOf } from "./run_list.js";
+import { kindOf, titleOf } from "./run_list.js";
 
 /** `run`: its row. `after`: called when a finished run was deleted. */
 export function RunActions({ run, running, disabled, after }) {
-  const name = nameOf(run);
-  if (run.state === "active") {
+  const name = titleOf(run);
+  if (run.state === "active" && (running > 0 || kindOf(run) !== "API")) {
     const stopped = running > 0 ? `${plural(running, "call")} will stop, and calls` : "Calls";
     return (
       <AskButton
@@ -41,7 +41,7 @@ export function RunActions({ run, running, disabled, after }) {
 /** All calls of a small run in the playground. */
 export function AgainButton({ run, graph, rows }) {
   const act = () =>
-    draftOfRun(run.id, nameOf(run), graph, rows).then(putDraft, (failure) => say(failure.message));
+    draftOfRun(run.id, titleOf(run), graph, rows).then(putDraft, (failure) => say(failure.message));
   return (
     <button class="btn small" type="button" onClick={act}>
       <Icon name="play" />

@@ -26,6 +26,9 @@ export const nameOf = (run) =>
     (run.functions ?? []).join(", "),
   ].find((name) => name) ?? `Run ${run.id}`;
 
+/** The heading of a run: of API requests, the last question. */
+export const titleOf = (run) => (kindOf(run) === "API" && run.words) || nameOf(run);
+
 /** `program`, `agent` or `API`: requests of a client that knows no sessions. */
 export const kindOf = (run) =>
   ["conversation", "api", "API"].includes(run.kind) ? "API" : (run.kind ?? "program");

@@ -2,7 +2,7 @@
 
 const SEEN = "parrot events seen"; // The Unix time of the newest serious event that was shown.
 const SERIOUS = new Set(["engine lost"]);
-const NOTICES = new Set(["call retried", "engine drains"]);
+const NOTICES = new Set(["call retried", "engine drains", "run failed"]);
 
 export const severityOf = ({ kind }) =>
   SERIOUS.has(kind) ? "serious" : NOTICES.has(kind) ? "notice" : "information";

@@ -122,7 +122,6 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
         <svg
           role="group"
           aria-label="Timeline of calls"
-          onMouseOver={addTooltip}
           viewBox={`0 0 ${width} ${y}`}
           width={width}
           height={y}
@@ -215,16 +214,6 @@ const LEGEND = {
   "k-bar": "generating",
   "k-shared": "critical path",
 };
-
-/** Add a bar's tooltip when the pointer comes, because there are many bars. */
-function addTooltip(event) {
-  const bar = event.target.closest(".bar-g");
-  if (!bar) return;
-  const title =
-    bar.querySelector("title") ??
-    bar.appendChild(document.createElementNS("http://www.w3.org/2000/svg", "title"));
-  title.textContent = bar.getAttribute("aria-label");
-}
 
 const Gap = ({ x, y, width, label, time }) => (
   <g>

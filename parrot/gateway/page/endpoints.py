@@ -200,7 +200,10 @@ class Page:
         return self._view("usage", self._rows.usage, visitor, since)
 
     def events(self, visitor: Visitor, since: str | None) -> AsyncGenerator[bytes]:
-        return self._view("events", self._rows.events, visitor, since)
+        def read(visitor: Visitor) -> Rows:
+            return {**self._rows.events(visitor), **self._history.failures(visitor)}
+
+        return self._view("events", read, visitor, since)
 
     def _view(
         self, name: str, read: Callable[[Visitor], Rows], visitor: Visitor, since: str | None
@@ -335,10 +338,15 @@ class Page:
         self._core.delete_session(session.id, session.auth)
 
     def delete_run(self, visitor: Visitor, session_id: int) -> None:
-        """Delete a finished run. Raises `NotFound`, also for a live session."""
-        run = self._history.find(session_id)
-        if run is None or visitor.tenant not in (None, run.tenant):
-            raise NotFound(f"there is no finished run {session_id}")
+        """Delete a finished run, or the session of API requests that have all finished. Raises
+        `NotFound`, also for any other live session."""
+        run = self._visible_run(visitor, session_id)
+        if isinstance(run, Session):
+            calls = run.graph.calls.values()
+            if not run.is_program or not all(t.is_finished for call in calls for t in call.tasks):
+                raise NotFound(f"there is no finished run {session_id}")
+            with self._history.without(session_id):
+                self._core.delete_session(run.id, run.auth)
         self._history.delete(session_id)
 
     def cancel_call(self, visitor: Visitor, session_id: int, request_id: int) -> None:

@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from parrot.gateway.page.feed import Rows
@@ -50,6 +51,7 @@ class History:
         self._runs: dict[int, FinishedRun] = {}  # the first to end first
         self._groups: dict[tuple[str, str], dict[int, None]] = {}  # ids, in the same order
         self._bytes: Counter[str] = Counter()  # by tenant
+        self._unwanted: int | None = None  # The session whose run is not kept.
         self._log: CommandLog | None = None
         self._pending = PendingSessions(self._max_runs)
         self._taking_timer: Timer | None = None
@@ -76,12 +78,39 @@ class History:
             if visitor.tenant in (None, run.tenant)
         }
 
+    def failures(self, visitor: Visitor) -> Rows:
+        """An event for each failed run that the visitor may see."""
+        rows: dict[str, dict[str, Any]] = {}
+        for run in self:
+            if run.row["state"] == "failed" and visitor.tenant in (None, run.tenant):
+                error = run.row.get("error", "") if visitor.sees_values else ""
+                rows[f"event:run {run.id}"] = {
+                    "at": run.ended_at,
+                    "kind": "run failed",
+                    "text": ": ".join(filter(None, (run.row["app"], error))),
+                    "engine": "",
+                    "session": run.id,
+                    "var": "",
+                    "has_view": True,
+                }
+        return rows
+
+    @contextmanager
+    def without(self, session_id: int) -> Iterator[None]:
+        """Keep no run of this session if it is ended meanwhile."""
+        self._unwanted = session_id
+        try:
+            yield
+        finally:
+            self._unwanted = None
+
     def keep(self, session: Session, error: ParrotError) -> Iterator[int]:
         """Steps that keep the run of a session that ends now."""
         graph = session.graph
         if (
             self._core.is_closing
             or not graph.calls
+            or session.id == self._unwanted
             or not self._core.tenants.keeps_runs(session.tenant)
         ):
             return iter(())

@@ -20,6 +20,7 @@ from parrot.gateway.page.runs import (
     last_tasks,
     sum_row,
     was_stopped,
+    words_row,
 )
 from parrot.gateway.page.visitors import Visitor
 from parrot.protocol.engine_api import ServerLoad
@@ -136,7 +137,9 @@ class PageRows:
     def session(self, session: Session, *, sees_values: bool) -> Rows:
         """A session's head, its last calls, and its last variables without values."""
         num_calls = sum(len(call.tasks) for call in session.graph.calls.values())
-        live = {"state": "active", "calls": num_calls}
+        live: Row = {"state": "active", "calls": num_calls}
+        if session.is_program:
+            live |= words_row(session, last_tasks(session))
         rows: dict[str, Row] = {"session": head_row(session, self._context) | live}
         for task in last_tasks(session):
             rows[f"call:{task.outputs[0].id}"] = call_row(task, session.created_at)

@@ -99,8 +99,7 @@ def sum_row(session: Session, context: RowContext) -> Row:
     counts |= _reused_counts(tasks, counts)
     counts["cost"] = _cost(tasks, context.prices)
     counts["func_name"] = tasks[-1].func_name if tasks else ""
-    if words := _words(session, tasks):
-        counts["words"] = words
+    counts |= words_row(session, tasks)
     counts["shape"] = _shape(tasks, session.created_at)
     if session.is_program:
         counts["busy_s"] = round(sum(map(_call_seconds, tasks)), 3)
@@ -151,6 +150,12 @@ def _root(error: ParrotError) -> ParrotError:
     while isinstance(error.__cause__, ParrotError):
         error = error.__cause__
     return error
+
+
+def words_row(session: Session, tasks: Sequence[Task]) -> Row:
+    """The first words of the session's last prompt, if it has one."""
+    words = _words(session, tasks)
+    return {"words": words} if words else {}
 
 
 def _words(session: Session, tasks: Sequence[Task]) -> str:

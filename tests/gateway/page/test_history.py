@@ -254,3 +254,24 @@ def test_a_record_restores_the_same_run(value: str, prompt: str) -> None:
     run = FinishedRun("a", {"id": 1}, b'{"var:x":{"chars":1}}', b'{"x":{"text":0}}', strings)
     again = FinishedRun.of_fields(orjson.loads(orjson.dumps(run.fields())))
     assert again == run
+
+
+async def test_a_failed_run_is_an_event(world: Kept) -> None:
+    engine = await world.join()
+    failed, finished = world.program(), world.program()
+    read = finished.read(finished.call("two"))
+    await world.settle()
+    await read
+    engine.scripts = [Script(error=EngineFailed("a kernel failed")) for _ in range(8)]
+    read = failed.read(failed.call("one"))
+    await world.clock.advance(100.0)
+    await asyncio.wait([read], timeout=5)
+    assert read.exception() is not None
+    for program in (failed, finished):
+        program.end()
+    (event,) = world.history.failures(Visitor(None, sees_values=True)).values()
+    assert (event["kind"], event["session"]) == ("run failed", failed.scope["session_id"])
+    assert "a kernel failed" in event["text"]
+    (event,) = world.history.failures(Visitor(None, sees_values=False)).values()
+    assert event["text"] == ""
+    assert not world.history.failures(Visitor("other", sees_values=True))
