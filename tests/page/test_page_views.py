@@ -1,6 +1,7 @@
 """All views and states of the page on frozen data, in a real browser without a server."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -384,7 +385,7 @@ async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
     await stage.goto(f"{RUN}/why")
     await stage.page.wait_for_selector(".cutline")
     await stage.page.wait_for_selector("pre >> text=Keep it light")
-    await stage.page.click("text=Run again in the playground")
+    await stage.page.click(".panel >> text=Open in the playground")
     system = stage.page.get_by_label("System message of call 1")
     await expect(system).to_have_value(scene.SYSTEM)
     call = stage.page.get_by_label("Prompt of call 1")
@@ -396,6 +397,24 @@ async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
     assert await stage.page.get_by_label("Temperature").input_value() == "0"
     assert await stage.page.get_by_label("Max tokens").input_value() == "120"
     assert await stage.page.get_by_role("switch").is_checked()
+    origin = stage.page.get_by_role("link", name="The run it is from")
+    await expect(origin).to_have_attribute("href", f"#/{RUN}")
+
+
+async def test_a_run_with_python_functions_says_why_it_does_not_open(stage: Stage) -> None:
+    await stage.goto(RUN)
+    button = stage.page.locator(".head button >> text=Open in the playground")
+    await expect(button).to_be_disabled()
+    await expect(button).to_have_attribute("title", re.compile("calls without Python functions"))
+
+
+async def test_a_long_input_leaves_room_for_the_calls(stage: Stage) -> None:
+    await stage.goto("playground")
+    text = stage.page.locator("[aria-label=Inputs] textarea").first
+    await text.fill("The harbour has three piers.\n" * 100)
+    box = await text.bounding_box()
+    assert box is not None
+    assert box["height"] <= 150
 
 
 async def test_a_small_run_is_run_again_in_the_playground(stage: Stage) -> None:
@@ -405,7 +424,7 @@ async def test_a_small_run_is_run_again_in_the_playground(stage: Stage) -> None:
     kept |= {"session", *(f"var:page_{number}" for number in range(7))}
     stage.answers[f"sessions/{scene.RUN}"] = {key: rows[key] for key in rows if key in kept}
     await stage.goto(RUN)
-    await stage.page.click(".head >> text=Run again")
+    await stage.page.click(".head >> text=Open in the playground")
     calls = stage.page.locator("section.call[aria-label^=Call]")
     await expect(calls).to_have_count(10)
     prompts = [await one.input_value() for one in await stage.page.get_by_label("Prompt of").all()]

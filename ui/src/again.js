@@ -58,7 +58,7 @@ const withoutNulls = (fields) =>
   Object.fromEntries(Object.entries(fields).filter(([, value]) => value !== null));
 
 /** The program with these calls. Sampling that all calls share becomes the settings. */
-function programOf(title, calls, values, model) {
+function programOf({ title, origin, calls, values, model }) {
   const texts = new Set(calls.map((call) => JSON.stringify(call.sampling)));
   const isShared = texts.size === 1;
   const { max_gen_length, temperature, seed, ...others } = calls[0].sampling;
@@ -71,6 +71,7 @@ function programOf(title, calls, values, model) {
   };
   return {
     title,
+    origin,
     values,
     settings,
     calls: calls.map(({ name, system, prompt, sampling }) => {
@@ -81,18 +82,19 @@ function programOf(title, calls, values, model) {
 }
 
 /** A call as a program with the texts of its inputs as values; null if its prompt is not known. */
-export function draftOfCall({ call, row, source, texts, seen }) {
+export function draftOfCall({ call, row, source, texts, seen, origin }) {
   const names = naming();
   names.add(call.output_var_id, row.name);
   const textFor = (variable) => texts.get(variable)?.text ?? "";
   const made = callOf({ id: call.output_var_id, source, textFor, seen }, names);
   const title = `${call.func_name || call.output}, from a run`;
-  return made && programOf(title, [made], names.values, call.model);
+  return (
+    made && programOf({ title, origin, calls: [made], values: names.values, model: call.model })
+  );
 }
 
 /** Whether all calls of a run can be a program of the playground. */
 export const canRunAgain = (graph) =>
-  graph.calls.size > 1 &&
   graph.calls.size <= MAX_CALLS &&
   [...graph.calls.values()].every((call) => call.kind !== "native" && call.outputs.length === 1);
 
@@ -118,5 +120,11 @@ export async function draftOfRun(run, title, graph, rows) {
     throw new Error("Some calls of this run use the chat template, and others do not.");
   }
   const [first] = graph.calls.values();
-  return programOf(`${title}, again`, calls, names.values, first.model);
+  return programOf({
+    title: `${title}, again`,
+    origin: run,
+    calls,
+    values: names.values,
+    model: first.model,
+  });
 }

@@ -31,7 +31,7 @@ export function Detail({ variable, producer, run }) {
   const seen = useSeen(run, source?.prompt && !isHidden ? call : null);
   if (!row) return feed.error ? <Notice feed={feed} /> : <p class="hint">Loading…</p>;
   const hasPrompt = source?.prompt && !isHidden;
-  const draft = hasPrompt ? draftOfCall({ call, row, source, texts, seen }) : null;
+  const draft = hasPrompt ? draftOfCall({ call, row, source, texts, seen, origin: id }) : null;
   return (
     <>
       <section>
@@ -106,7 +106,7 @@ function Actions({ call, draft, source, seen, isFollowed, run: { id, isApi, isLi
       {draft && (
         <button class="btn small" type="button" onClick={() => putDraft(draft)}>
           <Icon name="play" />
-          Run again in the playground
+          Open in the playground
         </button>
       )}
       {draft && (

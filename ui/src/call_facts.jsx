@@ -106,6 +106,13 @@ function usePrediction(call, run) {
     .join(", ");
 }
 
+/** Sampling in words. */
+export const samplingWords = (sampling) =>
+  Object.entries(sampling ?? {})
+    .filter(([, value]) => value !== null && typeof value !== "object")
+    .map(([name, value]) => `${SAMPLING_NAMES[name] ?? name} ${value}`)
+    .join(", ");
+
 /** `[name, value]` of what is known of a call. */
 function factsOf(call, source, predicted, variable, run) {
   const prompt = call.cached_tokens + call.computed_tokens;
@@ -113,15 +120,12 @@ function factsOf(call, source, predicted, variable, run) {
     ? "not computed again"
     : `${share(call.cached_tokens, prompt)} from the KV cache`;
   const ends = { length: ", ended by the maximum", stop: ", ended by itself" };
-  const sampling = Object.entries(source?.sampling ?? {})
-    .filter(([, value]) => value !== null && typeof value !== "object")
-    .map(([name, value]) => `${SAMPLING_NAMES[name] ?? name} ${value}`);
   const output = `${plural(call.output_tokens, "token")}${ends[call.finish_reason] ?? ""}`;
   return [
     ["Model", call.model && `${call.model}${call.engine ? ` on ${call.engine}` : ""}`],
     ["Prompt", prompt > 0 && `${count(prompt)} tokens, ${cached}`],
     ["Output", call.output_tokens > 0 && output],
-    ["Sampling", sampling.join(", ")],
+    ["Sampling", samplingWords(source?.sampling)],
     ["Predicted", predicted],
     ["Attempts", call.attempts > 1 && call.attempts],
     ["Goal", call.criteria],

@@ -1,6 +1,7 @@
 // Write a call, or several that read each other's outputs, run them, and copy them as code.
 import { useEffect, useRef, useState } from "preact/hooks";
 import { post, postTo, readOnce, rowsOf } from "./api.js";
+import { samplingWords } from "./call_facts.jsx";
 import { Code } from "./code.jsx";
 import { EXAMPLES, SETTINGS, keepDraft, readDraft } from "./draft.js";
 import { plural } from "./format.js";
@@ -41,6 +42,7 @@ export function Playground() {
       <div class="head">
         <h1>Playground</h1>
         <Examples draft={draft} choose={(name) => change(draftOf(name))} />
+        {draft.origin && <a href={`#/run/${draft.origin}`}>The run it is from</a>}
       </div>
       <Settings
         settings={settings}
@@ -282,7 +284,7 @@ function CallEditor({ number, call, takes, isChat, change, remove }) {
           <textarea
             rows="1"
             aria-label={`System message of call ${number}`}
-            placeholder="none"
+            placeholder="that of the model, if it has one"
             value={call.system}
             onInput={(event) => change({ system: event.target.value })}
           />
@@ -305,6 +307,7 @@ function CallEditor({ number, call, takes, isChat, change, remove }) {
           </span>
         ))}
         writes <span class="ph out">{call.name}</span>
+        {samplingWords(call.sampling)}
         {call.sampling?.choices && ` as one of ${plural(call.sampling.choices.length, "text")}`}
       </footer>
     </section>

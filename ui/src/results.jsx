@@ -31,7 +31,8 @@ function Outputs({ run }) {
   const stop = () => post(`sessions/${session_id}/end`).catch((failure) => say(failure.message));
   return (
     <>
-      <p class="acts results-acts">
+      <div class="acts results-acts">
+        <h2>Results</h2>
         <a class="btn small" href={`#/run/${session_id}`}>
           Open as a run
         </a>
@@ -40,7 +41,7 @@ function Outputs({ run }) {
             Stop
           </button>
         )}
-      </p>
+      </div>
       {run.outputs.map((name) => (
         <Output key={name} name={name} call={calls.get(name)} {...texts[name]} />
       ))}

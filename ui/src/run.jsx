@@ -10,7 +10,6 @@ import { Glyph, Pill } from "./icons.jsx";
 import { Panel } from "./panel.jsx";
 import { Bones, CopyButton, NotFound, Notice, Segments, say, useNow, useSlow } from "./parts.jsx";
 import { go, useTitle } from "./route.js";
-import { canRunAgain } from "./again.js";
 import { AgainButton, RunActions } from "./run_actions.jsx";
 import { BREAKS, kindOf, nameOf, stateOf, titleOf } from "./run_list.js";
 import { Calls, Variables } from "./tables.jsx";
@@ -129,7 +128,7 @@ function Loaded({ id, shown, group, visitor, feed, session }) {
           isBusy={isBusy}
           again={
             visitor.sees_values &&
-            canRunAgain(graph) && <AgainButton run={session} graph={graph} rows={rows} />
+            graph.calls.size > 1 && <AgainButton run={session} graph={graph} rows={rows} />
           }
         />
         <Notice feed={feed} />

@@ -1,5 +1,5 @@
 // What a visitor can do with a whole run.
-import { draftOfRun } from "./again.js";
+import { canRunAgain, draftOfRun } from "./again.js";
 import { post } from "./api.js";
 import { AskButton } from "./ask.jsx";
 import { putDraft } from "./draft.js";
@@ -38,14 +38,24 @@ export function RunActions({ run, running, disabled, after }) {
   );
 }
 
+const AGAIN = "All calls of the run, to change and run them";
+const NOT_AGAIN = "Only runs of up to 12 calls without Python functions open in the playground";
+
 /** All calls of a small run in the playground. */
 export function AgainButton({ run, graph, rows }) {
+  const canOpen = canRunAgain(graph);
   const act = () =>
     draftOfRun(run.id, titleOf(run), graph, rows).then(putDraft, (failure) => say(failure.message));
   return (
-    <button class="btn small" type="button" onClick={act}>
+    <button
+      class="btn small"
+      type="button"
+      disabled={!canOpen}
+      title={canOpen ? AGAIN : NOT_AGAIN}
+      onClick={act}
+    >
       <Icon name="play" />
-      Run again
+      Open in the playground
     </button>
   );
 }

@@ -20,7 +20,9 @@ const OWN_APP = "page"; // The application of the playground's runs.
 /** The application, or the first functions, or the id. */
 export const nameOf = (run) =>
   [
-    (run.apps ?? []).join() === OWN_APP ? "playground" : "",
+    (run.apps ?? []).join() === OWN_APP
+      ? ["playground", (run.functions ?? []).join(", ")].filter(Boolean).join(": ")
+      : "",
     (run.apps ?? []).join(", "),
     run.app,
     (run.functions ?? []).join(", "),
