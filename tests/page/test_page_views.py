@@ -322,6 +322,19 @@ async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
     ]
 
 
+async def test_legends_name_only_what_is_drawn(stage: Stage) -> None:
+    await stage.goto(RUN)
+    key = stage.page.locator(".canvas .key")
+    await expect(key).to_have_text("critical pathwaitsfailed because of")
+    await expect(stage.page.locator(".tl-legend")).to_have_text(
+        "queuedprefillgeneratingcritical pathyour programrunningfailed"
+    )
+    stage.answers["sessions/8"] = scene.reused_run(8, origin=7)
+    await stage.goto("run/8")
+    await expect(stage.page.locator(".tl-legend")).to_contain_text("reused")
+    await expect(key).to_have_text("")
+
+
 async def test_a_chat_request_is_copied_as_a_chat_request(stage: Stage) -> None:
     rows = scene.reused_run(8, origin=7)
     rows["session"] |= {"kind": "API", "apps": [], "app": "openai", "words": "Why?"}

@@ -181,7 +181,7 @@ function Wall({ segments, total, graph, onOpen }) {
               : graph.calls.get(id).func_name;
         const percent = share(to - from, total);
         const shown = {
-          class: KINDS[kind],
+          class: graph.calls.get(id)?.state === "failed" ? "f" : KINDS[kind],
           style: { flexGrow: (100 * (to - from)) / total },
           title: `${name}: ${seconds(to - from)}`,
           children: (to - from) / total > 0.06 && (

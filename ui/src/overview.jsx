@@ -131,7 +131,7 @@ export function Tiles({ rows, engines, service }) {
         <Tile
           title="Tokens/s"
           value={number(last.tokens_s)}
-          unit="generated"
+          unit="last 10 s"
           values={course("tokens_s")}
           write={number}
         />
@@ -140,9 +140,9 @@ export function Tiles({ rows, engines, service }) {
       )}
       {engines.some((engine) => engine.num_running != null) && (
         <Tile
-          title="Running, queued"
+          title="Running calls"
           value={count(running)}
-          unit={`+ ${service.queued ?? 0}`}
+          unit={`+ ${service.queued ?? 0} queued`}
           values={course("running")}
           second={course("queued")}
           write={number}
@@ -155,7 +155,7 @@ export function Tiles({ rows, engines, service }) {
             ? share(sum("cached_tokens"), sum("prompt_tokens")) || "–"
             : percent(last.cached)
         }
-        unit="of prompts"
+        unit={last?.cached == null ? "of listed runs" : "of prompts, last 10 s"}
         values={course("cached")}
         write={percent}
       />
@@ -188,7 +188,7 @@ function Tile({ title, value, unit, values, second, write }) {
     <div class="tile">
       <h2 class="cap">{title}</h2>
       <div class="v">
-        {isPast ? write(values[at]) : value}
+        {isPast ? write(values[at]) : value}{" "}
         <small>{isPast ? agoOf(at).slice(2) : unit}</small>
       </div>
       {values && (

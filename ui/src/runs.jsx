@@ -164,9 +164,11 @@ function List({ runs, query, service }) {
 function Note({ rows, number, service: { max_runs, max_age_s } }) {
   return (
     <div class="faint note">
-      <Legend name="legend only-wide" words={BARS}>
-        Timeline: one bar for each call
-      </Legend>
+      {rows > 0 && (
+        <Legend name="legend only-wide" words={BARS}>
+          Timeline: one bar for each call
+        </Legend>
+      )}
       <p>
         {plural(rows, "row")} with {plural(number, "run")}: API requests of one client share a row.{" "}
         {max_runs > 0
