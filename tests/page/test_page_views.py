@@ -542,7 +542,7 @@ async def test_the_first_token_is_that_of_the_last_calls(stage: Stage) -> None:
     stage.answers["series"] = steps | quiet
     await stage.goto()
     tile = stage.page.locator(".tile", has_text="First token").locator(".v")
-    await expect(tile).to_have_text("0.3 smedian, 20 s ago")
+    await expect(tile).to_have_text("0.3 s median, 20 s ago")
 
 
 async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:
