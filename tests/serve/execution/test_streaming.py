@@ -9,13 +9,14 @@ from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.sampling import SamplingConfig
 from tests.serve.execution.world import World
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
+from tests.support.texts import streamed
 
 
 async def test_streams_when_asked(world: World) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", steps=3))
     await world.join(engine)
     completion = world.submit("Go", stream=True)
-    deltas = [delta async for delta in completion.output.stream()]
+    deltas = await streamed(completion.output)
     assert "".join(deltas) == "abcdef"
     assert len(deltas) >= 2
 

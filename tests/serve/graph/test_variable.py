@@ -6,6 +6,7 @@ import pytest
 
 from parrot.protocol.errors import AlreadySet, EngineFailed
 from parrot.serve.graph.nodes import SemanticVariable
+from tests.support.texts import streamed
 
 
 @pytest.fixture
@@ -41,20 +42,17 @@ async def test_readers_are_woken_even_if_a_callback_fails(variable: SemanticVari
 async def test_a_stream_ends_with_exactly_the_value_or_the_error(
     variable: SemanticVariable,
 ) -> None:
-    async def read(of: SemanticVariable) -> list[str]:
-        return [delta async for delta in of.stream()]
-
-    reader = asyncio.ensure_future(read(variable))
+    reader = asyncio.ensure_future(streamed(variable))
     await asyncio.sleep(0)
     variable.append("a")
     await asyncio.sleep(0)
     variable.set("a text")
     assert await reader == ["a", " text"]
-    assert await read(variable) == ["a text"]
+    assert await streamed(variable) == ["a text"]
     failed = SemanticVariable("id", "x", 7)
     failed.append("a")
     failed.fail(EngineFailed("broken"))
     with pytest.raises(EngineFailed):
-        await read(failed)
+        await streamed(failed)
     with pytest.raises(AlreadySet):
         failed.set("late")
