@@ -8,6 +8,7 @@ from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright
 
 from parrot.gateway.page.visitors import page_key
 from parrot.serve.config import CoreConfig
+from tests.page.stage import Stage, open_stage
 from tests.server.test_serve_http import Site, open_site
 from tests.support.programs import program
 
@@ -82,3 +83,12 @@ async def visit(browser: Browser) -> AsyncIterator[Visit]:
         assert visit.errors == []
         assert all(url.startswith(visit.url) for url in visit.requests), visit.requests
         site.core.check_integrity()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def stage(browser: Browser) -> AsyncIterator[Stage]:
+    """A page on a desktop. At the end nothing may have gone wrong in the browser."""
+    stage = await open_stage(browser)
+    yield stage
+    await stage.page.context.close()
+    assert stage.errors == []

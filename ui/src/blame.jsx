@@ -1,6 +1,9 @@
 // The answer first: one sentence on where the time of a run went, and a bar that proves it.
 import { useMemo } from "preact/hooks";
-import { NATIVE_ERROR, cut, plural, seconds, share } from "./format.js";
+import { readOnce } from "./api.js";
+import { NATIVE_ERROR, clock, cut, day, plural, seconds, share } from "./format.js";
+import { useRead } from "./parts.jsx";
+import { nameOf } from "./run_list.js";
 import { fromCache } from "./why.js";
 
 const TELL = 0.1; // Parts of the time below this are not told.
@@ -20,17 +23,23 @@ function CallName({ graph, id, onOpen, kind = "as-name" }) {
   );
 }
 
+/** Another run with its name and its time, if it is still listed. */
+function OtherRun({ id }) {
+  const read = () => readOnce("overview").then((rows) => rows.get(`session:${id}`));
+  const run = useRead(read, undefined, [id]);
+  return (
+    <a href={`#/run/${id}`}>
+      {run ? `${nameOf(run)} (${day(run.created_at)}, ${clock(run.created_at)})` : "another run"}
+    </a>
+  );
+}
+
 /** A sentence of `why.js` with its names. */
 export function Sentence({ parts, graph, onOpen }) {
   return parts.map((part, i) => {
     if (typeof part === "string") return part;
     if (part.call) return <CallName key={i} graph={graph} id={part.call} onOpen={onOpen} />;
-    if (part.run)
-      return (
-        <a key={i} href={`#/run/${part.run}`}>
-          another run
-        </a>
-      );
+    if (part.run) return <OtherRun key={i} id={part.run} />;
     return <b key={i}>{part.name}</b>;
   });
 }
@@ -187,7 +196,7 @@ function Wall({ segments, total, graph, onOpen }) {
           children: (to - from) / total > 0.06 && (
             <>
               <span class="nm">{name} </span>
-              {percent}
+              <span class="share-of">{percent}</span>
             </>
           ),
         };

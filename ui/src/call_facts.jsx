@@ -119,7 +119,7 @@ function factsOf(call, source, predicted, variable, run) {
   const cached = call.reused
     ? "not computed again"
     : `${share(call.cached_tokens, prompt)} from the KV cache`;
-  const ends = { length: ", ended by the maximum", stop: ", ended by itself" };
+  const ends = { length: ", cut at the maximum", stop: ", ended by itself" };
   const output = `${plural(call.output_tokens, "token")}${ends[call.finish_reason] ?? ""}`;
   return [
     ["Model", call.model && `${call.model}${call.engine ? ` on ${call.engine}` : ""}`],

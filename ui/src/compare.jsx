@@ -10,14 +10,22 @@ const cached = (call) => call.cached_tokens;
 const prompt = (call) => call.cached_tokens + call.computed_tokens;
 const ran = (call) => call.finished_s - call.started_s;
 
-/** `[what, its value of a run, how it is written, a note]` for each row. */
+const points = (part) => plural(Math.round(100 * part), "point");
+
+/** `[what, its value of a run, how it is written, a note, how a difference is written]` for each row. */
 function linesOf(runs) {
   const names = new Set(runs.flatMap(({ calls }) => calls.map((call) => call.func_name)));
   return [
     ["Time", ({ session }) => wallSeconds(session, serverNow()), seconds],
     ["Calls", ({ calls }) => calls.length, count],
     ["Prompt tokens", ({ calls }) => sum(calls, prompt), count],
-    ["From cache", ({ calls }) => sum(calls, cached) / sum(calls, prompt) || 0, (x) => share(x, 1)],
+    [
+      "From cache",
+      ({ calls }) => sum(calls, cached) / sum(calls, prompt) || 0,
+      (part) => share(part, 1),
+      null,
+      points,
+    ],
     ["Output tokens", ({ calls }) => sum(calls, (call) => call.output_tokens), count],
     ...[...names].map((name) => {
       const own = ({ calls }) => calls.filter((call) => call.func_name === name);
@@ -94,8 +102,8 @@ const Comparison = ({ runs }) => (
       ]}
     >
       <tbody>
-        {linesOf(runs).map(([what, read, write, note], i) => (
-          <Line key={i} what={what} values={runs.map(read)} write={write}>
+        {linesOf(runs).map(([what, read, write, note, writeChange], i) => (
+          <Line key={i} values={runs.map(read)} {...{ what, write, writeChange }}>
             {note && runs.map((run) => <div class="dim only-wide">{note(run)}</div>)}
           </Line>
         ))}
@@ -104,9 +112,9 @@ const Comparison = ({ runs }) => (
   </div>
 );
 
-function Line({ what, values, write, children }) {
+function Line({ what, values, write, writeChange = write, children }) {
   const difference = values[1] - values[0];
-  const text = write(Math.abs(difference));
+  const text = writeChange(Math.abs(difference));
   return (
     <tr>
       <th scope="row">{what}</th>
@@ -116,7 +124,7 @@ function Line({ what, values, write, children }) {
           {children?.[i]}
         </td>
       ))}
-      <td class="n">{text !== write(0) && (difference > 0 ? "+" : "−") + text}</td>
+      <td class="n">{text !== writeChange(0) && (difference > 0 ? "+" : "−") + text}</td>
     </tr>
   );
 }

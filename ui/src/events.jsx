@@ -9,12 +9,12 @@ import { setSeen, severityOf } from "./severity.js";
 const SEVERITIES = {
   all: "All",
   serious: "Serious",
-  notice: "Notices",
+  warning: "Warnings",
   information: "Information",
 };
 const GLYPHS = {
   serious: ["failed", "failed"],
-  notice: ["warn", "queued"],
+  warning: ["warn", "queued"],
   information: ["info", "stopped"],
 };
 const KINDS = { "session expired": "run expired" };
@@ -135,6 +135,10 @@ function List({ events, isOperator }) {
 const readEngines = async () =>
   new Map(rowsOf(await readOnce("overview"), "engine").map((one) => [one.engine_name, one]));
 
+/** A text whose parts in backticks are code. */
+const withCode = (text) =>
+  text.split(/`([^`]+)`/).map((part, i) => (i % 2 ? <code key={i}>{part}</code> : part));
+
 function Event({ event, number, isOpen, toggle, engine }) {
   const severity = severityOf(event);
   const [icon, colour] = GLYPHS[severity];
@@ -156,7 +160,7 @@ function Event({ event, number, isOpen, toggle, engine }) {
       </span>
       <span class="txt">
         {event.engine && <b>{event.engine} </b>}
-        {event.text}
+        {withCode(event.text)}
       </span>
       {number > 1 ? (
         <button class="btn small" type="button" aria-expanded={isOpen} onClick={toggle}>

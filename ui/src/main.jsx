@@ -6,7 +6,7 @@ import { Compare } from "./compare.jsx";
 import { Engines } from "./engines.jsx";
 import { Events } from "./events.jsx";
 import { Bird, Icon } from "./icons.jsx";
-import { NotFound, Toast, useRead } from "./parts.jsx";
+import { NotFound, Toast, useOpen, useRead } from "./parts.jsx";
 import { Playground } from "./playground.jsx";
 import { useRoute, useTitle } from "./route.js";
 import { Run } from "./run.jsx";
@@ -42,6 +42,7 @@ function Page() {
   const { parts, query } = useRoute();
   const [named = "", ...args] = parts;
   const view = ALIASES[named] ?? named;
+  const unfolded = useOpen(); // The list of runs is as it was when the visitor comes back.
   const main = useRef(null);
   const last = useRef(view);
   useEffect(() => {
@@ -67,17 +68,17 @@ function Page() {
       </a>
       <Rail place={PARENTS[view] ?? view} visitor={visitor} leave={leave} />
       <main id="main" tabindex="-1" ref={main}>
-        <View view={view} args={args} query={query} visitor={visitor} leave={leave} />
+        <View {...{ view, args, query, visitor, leave, unfolded }} />
       </main>
       <Toast />
     </>
   );
 }
 
-function View({ view, args, query, visitor, leave }) {
+function View({ view, args, query, visitor, leave, unfolded }) {
   switch (view) {
     case "":
-      return <Runs query={query} />;
+      return <Runs query={query} unfolded={unfolded} />;
     case "run":
       return (
         <Run

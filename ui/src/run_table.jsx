@@ -3,16 +3,15 @@ import { memo } from "./memo.js";
 import { useMemo, useState } from "preact/hooks";
 import { WORDS, clock, count, dollars, fullDate, plural, seconds, share } from "./format.js";
 import { Glyph, Icon, Mark } from "./icons.jsx";
-import { useOpen } from "./parts.jsx";
 import { BREAKS, wallSeconds, entryOf } from "./run_list.js";
 
 const STEP = 200; // Rows that are drawn at first, and with each "Show more".
 const SHAPE = "The calls of the run, from its start to its end";
 const MAX_MEMBERS = 20; // Requests of an unfolded client that are listed.
 
-export function RunTable({ groups, sort, onSort, now, hasTenants }) {
+/** `unfolded`: `[open, toggle]`, the rows whose requests are listed. */
+export function RunTable({ groups, sort, onSort, now, hasTenants, unfolded: [open, toggle] }) {
   const [limit, setLimit] = useState(STEP);
-  const [open, toggle] = useOpen();
   const all = groups.flatMap(([, entries]) => entries);
   const hasCosts = all.some((entry) => entry.run.cost > 0);
   const hasShapes = all.some((entry) => entry.run.shape?.length);
@@ -229,6 +228,7 @@ function Member({ entry, columns, now }) {
   );
 }
 
+const LEAST_BAR = 3; // Hundredths of the run: shorter bars could not be seen.
 const BAR_CLASSES = { running: "r", failed: "f", queued: "q" };
 
 /** A run's timeline in small: `[lane, from, to, state]`, with times in 1/100 of the run. */
@@ -242,9 +242,9 @@ function Shape({ bars }) {
         <rect
           key={i}
           class={BAR_CLASSES[state]}
-          x={from}
+          x={Math.min(from, 100 - LEAST_BAR)}
           y={top + row * height}
-          width={Math.max(1, to - from)}
+          width={Math.max(LEAST_BAR, to - from)}
           height={height * 0.7}
           rx="0.8"
         />

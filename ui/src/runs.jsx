@@ -30,7 +30,7 @@ const FILTER_NAMES = {
 };
 const KINDS = { program: "Programs", agent: "Agents", API: "API requests" };
 
-export function Runs({ query }) {
+export function Runs({ query, unfolded }) {
   useTitle("Runs");
   const feed = useFeed("overview");
   const service = feed.rows.get("service");
@@ -60,7 +60,11 @@ export function Runs({ query }) {
       {service && <Tiles rows={feed.rows} engines={engines} service={service} />}
       {service && <EngineCards engines={engines} />}
       {service &&
-        (runs.length ? <List runs={runs} query={query} service={service} /> : <Nothing engines={engines} />)}
+        (runs.length ? (
+          <List {...{ runs, query, service, unfolded }} />
+        ) : (
+          <Nothing engines={engines} />
+        ))}
     </div>
   );
 }
@@ -78,7 +82,7 @@ function filtersOf(query) {
   };
 }
 
-function List({ runs, query, service }) {
+function List({ runs, query, service, unfolded }) {
   const filters = filtersOf(query);
   const { filter, q, kind, tenant, sort } = filters;
   const set = (changed) => {
@@ -141,6 +145,7 @@ function List({ runs, query, service }) {
           onSort={(name) => set({ sort: name })}
           now={now}
           hasTenants={tenants.length > 1}
+          unfolded={unfolded}
         />
       ) : (
         <div class="card table">

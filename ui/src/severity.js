@@ -2,10 +2,10 @@
 
 const SEEN = "parrot events seen"; // The Unix time of the newest serious event that was shown.
 const SERIOUS = new Set(["engine lost"]);
-const NOTICES = new Set(["call retried", "engine drains", "run failed"]);
+const WARNINGS = new Set(["call retried", "engine drains", "run failed"]);
 
 export const severityOf = ({ kind }) =>
-  SERIOUS.has(kind) ? "serious" : NOTICES.has(kind) ? "notice" : "information";
+  SERIOUS.has(kind) ? "serious" : WARNINGS.has(kind) ? "warning" : "information";
 
 const newestSerious = (rows) =>
   Math.max(

@@ -17,10 +17,11 @@ const CHAR = 6.6; // The width of a character of a label.
 
 /**
  * The bars of one lane in as few rows as they need, each as if it took `least` seconds or more. A
- * folded group is one bar.
+ * folded group is one bar. `before` and `next`: the neighbours of a bar in its row.
  * @returns {{bars: {from: number, row: number, id: string, members: string[]}[], rows: number}}
  */
 function pack(items, least) {
+  const rows = [];
   const ends = [];
   const bars = [...items]
     .sort((a, b) => a.from - b.from)
@@ -28,9 +29,11 @@ function pack(items, least) {
       let row = ends.findIndex((end) => end <= item.from + 1e-6);
       if (row < 0) row = ends.push(0) - 1;
       ends[row] = Math.max(item.to, item.from + least);
-      return { ...item, row };
+      const bar = { ...item, row, before: rows[row] };
+      if (bar.before) bar.before.next = bar;
+      return (rows[row] = bar);
     });
-  return { bars, rows: ends.length };
+  return { bars, rows: rows.length };
 }
 
 /** Calls by lane; equal ones of a node as one item for each lane if they are folded. */
@@ -107,7 +110,9 @@ export function Timeline({ graph, layout, wall, now, isFolded, shown, onOpen }) 
   const x = (time) => left + (time / length) * (width - left - right);
   let y = TOP;
   const drawn = [...lanes].map(([name, items]) => {
-    const { bars, rows } = pack(items, last / 200);
+    // Reused calls take no time: each has a row, so that its label has room.
+    const isAlone = name === "reused" && items.length <= MANY_ROWS;
+    const { bars, rows } = pack(items, isAlone ? Infinity : last / 200);
     const height = rows > MANY_ROWS ? LOW : TALL;
     const lane = { name, bars, top: y, height };
     y += rows * (height + GAP) + LANE_GAP;
@@ -200,7 +205,8 @@ function Lane({ lane, graph, path, x, now, shown, isNarrow, end, onOpen }) {
           isGroup={bar.members.length > 1}
           isShown={bar.members.length > 1 ? shown === `node ${bar.node}` : shown === bar.id}
           isNarrow={isNarrow}
-          end={end}
+          least={bar.before ? x(bar.before.to) : 0}
+          most={bar.next ? x(bar.next.from) : end}
           onOpen={onOpen}
         />
       ))}
@@ -303,7 +309,8 @@ const Bar = memo(function Bar({
   isCritical,
   isShown,
   isNarrow,
-  end,
+  least,
+  most,
   y,
   height,
   xReady,
@@ -322,8 +329,11 @@ const Bar = memo(function Bar({
   const need = label.length * CHAR + 12;
   const isInside = xEnd - xFirst > need;
   const isBefore = !isInside && xFirst - xStart > need;
-  const hasLabel = height > LOW && (isInside || isBefore || !isNarrow || state === "failed");
-  const isLeft = !isInside && !isBefore && xEnd + need > end;
+  const isLeft = !isInside && !isBefore && xEnd + need > most;
+  // The label may not cover a neighbour, nor the label of the one before.
+  const isFree = !isLeft || xReady - 2 * need > least;
+  const hasLabel =
+    height > LOW && isFree && (isInside || isBefore || !isNarrow || state === "failed");
   const x = isInside ? xFirst + 6 : isBefore ? xStart + 6 : isLeft ? xReady - 6 : xEnd + 6;
   const colour = !isInside ? "" : state === "running" ? "on-run" : isCritical ? "on" : "";
   return (

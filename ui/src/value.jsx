@@ -28,7 +28,7 @@ export function Value({
         ) : (
           <span class="mono">{name}</span>
         )}
-        <span class="faint cut">{note}</span>
+        <span class="faint">{note}</span>
         {text && (
           <span class="end">
             {isCut && (

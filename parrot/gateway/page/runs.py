@@ -199,11 +199,11 @@ def shortened(text: str, max_chars: int) -> str:
 def _shape(tasks: Sequence[Task], began: float) -> list[list[Any]]:
     """The bars of the run's timeline: `[lane, from, to, state]`, with times in hundredths of the
     run. If there are too many calls, a bar stands for several that follow each other."""
-    shown = [task for task in tasks[-_MAX_CALLS:] if task.times.started is not None]
-    shown.sort(key=lambda task: task.times.started or 0.0)
+    shown = [task for task in tasks[-_MAX_CALLS:] if _started(task) is not None]
+    shown.sort(key=lambda task: _started(task) or 0.0)
     if not shown:
         return []
-    latest = max(max(task.times.started or 0.0, task.times.finished or 0.0) for task in shown)
+    latest = max(max(_started(task) or 0.0, task.times.finished or 0.0) for task in shown)
     is_over = all(task.is_finished for task in shown)
     length = max((latest - began) / (1.0 if is_over else 1.0 - _RUNNING_PART), 1e-9)
     per_bar = -(-len(shown) // _MAX_BARS)
@@ -223,9 +223,15 @@ def _shape(tasks: Sequence[Task], began: float) -> list[list[Any]]:
     return bars
 
 
+def _started(task: Task) -> float | None:
+    """When the task started. No engine starts a reused call: it starts when it is ready."""
+    is_reused = isinstance(task, Completion) and task.stats.is_reused
+    return task.times.ready if is_reused else task.times.started
+
+
 def _span(tasks: Sequence[Task], now: float) -> tuple[float, float]:
     """From the first start to the last end, or to now."""
-    start = min(task.times.started or 0.0 for task in tasks)
+    start = min(_started(task) or 0.0 for task in tasks)
     ends = [now if task.times.finished is None else task.times.finished for task in tasks]
     return start, max(ends)
 

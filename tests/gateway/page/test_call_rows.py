@@ -201,4 +201,5 @@ async def test_a_call_with_the_result_of_an_identical_call_names_its_run() -> No
     assert row["reused"] == 1
     assert row["prompt_tokens"] == row["cached_tokens"] == call["cached_tokens"]
     assert row["output_tokens"] == 0
+    assert row["shape"] == [[0, 100, 100, "done"]]
     await world.core.close()
