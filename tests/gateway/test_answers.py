@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from parrot.gateway.answers import (
@@ -287,14 +287,19 @@ def test_white_space_behind_a_call_is_markup_however_it_comes() -> None:
         assert answer.text == "a" * ("a" in chunks[-1][-1])
 
 
+# The quotation marks of another template are characters.
+ARGUMENTS = [{"at": f"{mark}sky{mark}"} for mark in ("", "<escape>", '<|"|>')]
+
+
 @given(template=st.sampled_from(TEMPLATES), text=PIECES)
+@example(template=GEMMA, text="<|tool_call>call:look{at:<escape>sky<escape>}")
 def test_no_character_is_lost(template: str, text: str) -> None:
     """But for white space and tags around calls."""
     answer = read_answer(parser(template)(), text)
     if not answer.calls:
         assert answer.text == text
     for call in answer.calls:
-        assert json.loads(call.arguments) in ({"at": "sky"}, {})
+        assert json.loads(call.arguments) in ({}, *ARGUMENTS)
 
 
 def test_answers_without_tools_are_text() -> None:
