@@ -17,7 +17,14 @@ from parrot.engine.kernels.linear.four_bit import (
 from parrot.engine.kernels.linear.four_bit_tiles import MOST_ROWS, FourBitProduct
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 from parrot.engine.kernels.linear.products import Rows, UndividedRows
-from parrot.engine.models.fused_weights import LayerWeight, Normed, Where, few_rows, rows_of
+from parrot.engine.models.fused_weights import (
+    LayerWeight,
+    Normed,
+    Where,
+    few_rows,
+    rows_of,
+    unmeasured_few_rows,
+)
 from parrot.engine.models.layers import RMSNorm
 
 
@@ -34,13 +41,8 @@ class FourBitWeight(LayerWeight):
         return cls(matrix.words, bias, matrix=matrix)
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        few = self._few(x)
+        few = unmeasured_few_rows(x)
         return four_bit_product(rows_of(x) if few is None else few, self.matrix, self.bias)
-
-    def _few(self, x: Normed) -> torch.Tensor | UndividedRows | None:
-        """x for the products of few rows, without its maxima; None for many rows."""
-        few = few_rows(x)
-        return few if few is None or isinstance(few, UndividedRows) else rows_of(few)
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         if few_rows(x) is None:
@@ -52,7 +54,7 @@ class FourBitWeight(LayerWeight):
         return four_bit_qkv(x, self.matrix, *where, bias=self.bias)
 
     def gated(self, x: Normed, *, for_e4m3: bool) -> torch.Tensor:
-        rows, few = rows_of(x), self._few(x)
+        rows, few = rows_of(x), unmeasured_few_rows(x)
         out = rows.new_empty(len(rows), self.matrix.outputs // 2)
         if few is not None:
             return four_bit_linear(few, self.matrix, out, bias=self.bias, silu=True)

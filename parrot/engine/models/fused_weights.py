@@ -96,22 +96,17 @@ class Weight(LayerWeight):
     reads_e4m3: ClassVar[bool] = False
 
     def __call__(self, x: Normed) -> torch.Tensor:
-        if (few := self._few(x)) is None:
+        if (few := unmeasured_few_rows(x)) is None:
             return F.linear(rows_of(x), self.weight, self.bias)
         rows = rows_of(few)
         out = rows.new_empty(len(rows), len(self.weight))
         return few_rows_linear(few, self.weight, out, bias=self.bias)
 
-    def _few(self, x: Normed) -> torch.Tensor | UndividedRows | None:
-        """x for the products of few rows, without its maxima; None for many rows."""
-        few = few_rows(x)
-        return few if few is None or isinstance(few, UndividedRows) else rows_of(few)
-
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         return few_rows_qkv(x, self.weight, *where, bias=self.bias)
 
     def gated(self, x: Normed, *, for_e4m3: bool) -> torch.Tensor:
-        rows, few = rows_of(x), self._few(x)
+        rows, few = rows_of(x), unmeasured_few_rows(x)
         out = rows.new_empty(len(rows), len(self.weight) // 2)
         if few is not None:
             return few_rows_linear(few, self.weight, out, bias=self.bias, silu=True)
@@ -141,6 +136,12 @@ class Weight(LayerWeight):
 def few_rows(x: Normed) -> Rows | None:
     """x if the products of few rows can read it."""
     return None if isinstance(x, CodedRows) or not 0 < len(rows_of(x)) <= FEW_ROWS else x
+
+
+def unmeasured_few_rows(x: Normed) -> torch.Tensor | UndividedRows | None:
+    """`few_rows` without the maxima."""
+    few = few_rows(x)
+    return few if few is None or isinstance(few, UndividedRows) else rows_of(few)
 
 
 def rows_of(x: Normed) -> torch.Tensor:
