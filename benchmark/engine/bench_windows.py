@@ -25,6 +25,7 @@ from parrot.engine.core.output import Language
 from parrot.engine.core.steps import Landed, RunnerInfo, StepPlan, StepResult, WindowInfo
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
+from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.sizes import KvMemory, KvSizes
 from parrot.engine.sim import VOCAB_SIZE, SimRunner, byte_tokenizer_response
 from parrot.utils.clock import MonotonicClock
@@ -36,7 +37,6 @@ OCCUPANCIES = (0.25, 0.6, 0.9)
 ROUNDS, QUESTION, OUTPUT = 4, 40, 20
 # Of Gemma 3 27B on an H200: a token of a prompt, and its KV in windows at 50 GB/s.
 TOKEN_S, COPY_S = 66e-6, 8.5e-6
-GIB = 1 << 30
 
 
 class WorkClock(MonotonicClock):
