@@ -8,8 +8,6 @@ is rows of weights, slices (1 for none) or blocks of a step, stages and warps. F
 once, at the copy rate of an H200."""
 
 import argparse
-import multiprocessing
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +24,7 @@ from benchmark.kernels.sweep_products import (
     LAUNCHES,
     SHARED_BYTES,
     Product,
+    compile_all,
     products,
 )
 from benchmark.kernels.timing import time_graph
@@ -101,12 +100,6 @@ def candidates(product: Product, rows: int, group: int) -> list[Candidate]:
     return [candidate for candidate in found if candidate.fits]
 
 
-def compile_all(part: Sequence[Candidate]) -> None:
-    for candidate in part:
-        candidate.run(candidate.x(), [candidate.weight()], candidate.out())
-    torch.cuda.synchronize()
-
-
 def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
     """Candidates of one product and number of rows."""
     first = found[0]
@@ -135,10 +128,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         for product in products(ALL[model], 1)
         for rows in args.rows
     ]
-    everything = [candidate for _, found in wanted for candidate in found]
-    count = min(len(everything), os.cpu_count() or 1)
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.map(compile_all, [everything[i::count] for i in range(count)])
+    compile_all([candidate for _, found in wanted for candidate in found])
     for model, found in wanted:
         for row in bench(found):
             report.add("rows", {"model": model} | row)

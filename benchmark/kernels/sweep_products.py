@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -151,7 +152,14 @@ def candidates(product: Product, rows: int, *, e4m3: bool = False) -> list[Candi
     return [candidate for candidate in found if candidate.fits]
 
 
-def compile_all(part: Sequence[Candidate]) -> None:
+def compile_all(found: Sequence[Any]) -> None:
+    """Compile candidates of any sweep with all cores. They have the methods of `Candidate`."""
+    count = min(len(found), os.cpu_count() or 1)
+    with multiprocessing.get_context("spawn").Pool(count) as pool:
+        pool.map(_compile, [found[i::count] for i in range(count)])
+
+
+def _compile(part: Sequence[Any]) -> None:
     for candidate in part:
         candidate.run(candidate.x(), [candidate.weight()], candidate.out())
     torch.cuda.synchronize()
@@ -193,10 +201,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         for product in products(ALL[model], args.ranks)
         for rows in args.rows
     ]
-    everything = [candidate for _, found in wanted for candidate in found]
-    count = min(len(everything), os.cpu_count() or 1)
-    with multiprocessing.get_context("spawn").Pool(count) as pool:
-        pool.map(compile_all, [everything[i::count] for i in range(count)])
+    compile_all([candidate for _, found in wanted for candidate in found])
     for model, found in wanted:
         for row in bench(found):
             report.add("rows", {"model": model, "ranks": args.ranks} | row)
