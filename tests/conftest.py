@@ -23,6 +23,7 @@ _EXCUSES = (
     "tests/gpu runs these",  # a machine with a device runs them there
     "needs a CPU with",
     "needs a foreign server",
+    "needs the right to mount",  # a small disk, which root can mount outside of most containers
     "needs Ray",  # a large package, for tests of one launcher
     "apt-get install",  # a program of the system, which CI installs where it can
 )

@@ -111,6 +111,10 @@ class Storage(Protocol):
         """Reserve space again. Returns False if there is too little space."""
         ...
 
+    def describe(self, error: Exception) -> str:
+        """Why records cannot be written, for clients: without names of the server or its files."""
+        ...
+
     @property
     def has_ended(self) -> bool:
         """Whether `trim` has records to remove."""
@@ -173,6 +177,7 @@ class RecordsLost(Exception):
     """Records could not be written before the process ended."""
 
 
+_NO_RESERVE = "there is too little space for the reserve"
 _RETRY_S = 1.0  # Seconds between attempts to write after a failure.
 _MAX_NAMED = 20  # Subjects of lost records that the log names.
 _CLOSE_S = 5.0  # Seconds that `close` waits for the last records.
@@ -244,7 +249,7 @@ class Journal:
         self._seq = self._num_flushed = self._num_written = self._file.last_seq()
         self._loop = asyncio.get_running_loop()
         if self._file.is_short:
-            self._shorten("there is too little space for the reserve")
+            self._shorten(_NO_RESERVE)
             self._start_thread()
 
     def replay(self, records: Iterable[Record], apply: Callable[[Record], None]) -> None:
@@ -339,9 +344,10 @@ class Journal:
         if self._thread is not None:
             self._close_by = time.monotonic() + _CLOSE_S
             self._batches.put(None)
-            await asyncio.to_thread(self._thread.join, _CLOSE_S + _RETRY_S)
-            is_writing = self._thread.is_alive()
-            if self._file.is_owned():
+            try:
+                await asyncio.to_thread(self._thread.join, _CLOSE_S + _RETRY_S)
+            finally:
+                is_writing = self._thread.is_alive()
                 self._count_lost(list(self._pending))
         self._refuse("it was closed")
         if not is_writing:
@@ -434,21 +440,28 @@ class Journal:
                     self._file.write(pending[:count])
                     self._report(self._written, pending[count - 1].seq)
                     del pending[:count]
-                if self._file.is_short and not is_closing and self._file.refill():
-                    self._report(self._refilled)
+                if self._file.is_short and not is_closing:
+                    self._refill()
                 if has_failed:
                     self._report(self._recovered)
                 has_failed = False
             except Exception as error:  # noqa: BLE001 - waiting callers must receive it
+                reason = self._file.describe(error)
                 if self._file.use_reserve(error):
-                    self._report(self._shorten, str(error))
+                    self._report(self._shorten, reason, error)
                     self._batches.put([])  # Write again at once.
                     continue
                 if not has_failed:
                     logger.error("the journal cannot be written: %s", error)
-                self._report(self._refuse, str(error))
+                self._report(self._refuse, reason)
                 has_failed = True
                 self._file.note_ends(pending)  # Trimming ended subjects makes room for the rest.
+
+    def _refill(self) -> None:
+        if self._file.refill():
+            self._report(self._refilled)
+        else:
+            self._report(self._shorten, _NO_RESERVE)
 
     def _gather(self, pending: list[Record], wait_s: float | None) -> bool:
         """Move all queued records to `pending`. If the queue is empty, wait up to `wait_s` seconds,
@@ -510,14 +523,17 @@ class Journal:
         self._failure = ""
         self._report_writable()
 
-    def _shorten(self, reason: str) -> None:
-        logger.error("the journal has no room: %s. Only accepted work is written", reason)
-        self._shortage = reason
+    def _shorten(self, reason: str, error: Exception | None = None) -> None:
+        if not self._shortage:
+            cause = error or reason
+            logger.error("the journal has no room: %s. Only accepted work is written", cause)
+            self._shortage = reason
 
     def _refilled(self) -> None:
-        logger.warning("the journal has room again; changes are accepted")
-        self._shortage = ""
-        self._report_writable()
+        if self._shortage:
+            logger.warning("the journal has room again; changes are accepted")
+            self._shortage = ""
+            self._report_writable()
 
     def _report_writable(self) -> None:
         self._writable.set()

@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from parrot.journal.log import ENDED, EndedSubjects, Record, is_intact
 from parrot.journal.migrations import KINDS, SCHEMA, added_records, require_known
+from parrot.journal.postgres_reserve import TableReserve
 from parrot.journal.reserve import reserve_bytes
 from parrot.utils.config import ConfigError
 
@@ -247,10 +248,13 @@ def _now() -> float:
 
 _TRIMMED = 512  # Records that one `trim` removes. A larger number delays pending writes longer.
 _OVERHEAD = 128  # Estimated bytes of a record without its payload.
+_REFILL_S = 1.0  # Shortest time in seconds between two attempts to fill the reserve.
+_REFILL_PART = 20  # Attempts take at most this part of the time.
 _READ = 1000  # Records that are fetched at once.
 # Each statement is its own transaction and has an effect only if `held` has a row. A process that
 # takes the lease changes the epoch, and first waits for all transactions that have locked the row.
-_HELD = "held AS (SELECT FROM parrot_lease WHERE epoch = %s FOR KEY SHARE)"
+_LOCKED = "SELECT FROM parrot_lease WHERE epoch = %s FOR KEY SHARE"
+_HELD = f"held AS ({_LOCKED})"
 _WRITE = f"""
 WITH {_HELD}, written AS (
     INSERT INTO parrot_records
@@ -282,7 +286,7 @@ DELETE FROM parrot_records WHERE seq > {last};
 """
 
 
-class Superseded(Exception):
+class Superseded(psycopg.OperationalError):
     """Another process holds the journal's lease."""
 
 
@@ -305,6 +309,9 @@ class PostgresRecords(EndedSubjects):
         self.is_owned = lease.is_held
         self._max_bytes = max_bytes
         self._usual_limit = self._limit = max_bytes - reserve_bytes(max_bytes)
+        self._reserve = TableReserve(reserve_bytes(max_bytes))
+        self._refill_at = 0.0  # when to try to have the reserve again, on the monotonic clock
+        self._must_vacuum = False  # records were removed whose space no record can use yet
         self._size = 0
         self._connection: Connection | None = None
 
@@ -333,6 +340,7 @@ class PostgresRecords(EndedSubjects):
                     yield record
         if is_damaged:
             self._cut(server, last)
+        self._acquire_reserve()
 
     def last_seq(self) -> int:
         row = self._server().execute("SELECT max(seq) FROM parrot_records").fetchone()
@@ -351,25 +359,50 @@ class PostgresRecords(EndedSubjects):
 
     @property
     def is_short(self) -> bool:
-        return self._limit > self._usual_limit
+        return self._limit > self._usual_limit or not self._reserve.is_held
 
     def use_reserve(self, error: Exception) -> bool:
-        if self.is_short or not isinstance(error, Full):
+        if self.is_short or not isinstance(error, (Full, psycopg.errors.DiskFull)):
             return False
         self._limit = self._max_bytes
+        try:
+            with self._locked() as server:
+                self._reserve.release(server)
+        except psycopg.Error as failure:
+            logger.error("the journal's reserve cannot be released: %s", failure)
+            return False
         return True
 
     def refill(self) -> bool:
+        began = time.monotonic()
+        if began < self._refill_at:
+            return False
+        self._vacuum()
         if self._size >= self._usual_limit:
             return False
-        self._limit = self._usual_limit
-        return True
+        is_held = self._acquire_reserve()
+        if is_held:
+            self._limit = self._usual_limit
+        else:  # The attempt has filled the disk.
+            now = time.monotonic()
+            self._refill_at = now + max(_REFILL_S, _REFILL_PART * (now - began))
+        return is_held
+
+    def describe(self, error: Exception) -> str:
+        if isinstance(error, psycopg.errors.DiskFull):
+            return "the disk of its database is full"
+        if isinstance(error, psycopg.OperationalError):
+            return "its database does not answer"
+        if isinstance(error, psycopg.Error):
+            return "its database has rejected a record"
+        return str(error)
 
     def trim(self) -> None:
         """Raises `Superseded`."""
         subject = next(iter(self._ended))
         _, count, size = self._change(_TRIM, [subject])
         self._size -= size
+        self._must_vacuum = True
         if count < _TRIMMED:
             del self._ended[subject]
 
@@ -381,7 +414,33 @@ class PostgresRecords(EndedSubjects):
     def _server(self) -> Connection:
         if self._connection is None or self._connection.closed:
             self._connection = connect(self._lease.address)
+            self._reserve.look(self._connection)  # A server that has crashed has emptied it.
         return self._connection
+
+    @contextmanager
+    def _locked(self) -> Iterator[Connection]:
+        """A transaction, while which no other process can acquire the lease. Raises `Superseded`
+        if another one holds it."""
+        server = self._server()
+        with server.transaction():
+            if server.execute(_LOCKED.encode(), (self.epoch,)).rowcount == 0:
+                self._lease.lose()
+                raise Superseded("another ServeCore has taken over")
+            yield server
+
+    def _acquire_reserve(self) -> bool:
+        with self._locked() as server:
+            return self._reserve.acquire(server)
+
+    def _vacuum(self) -> None:
+        """Let new records use the space of removed ones, which autovacuum does only once per
+        minute."""
+        if self._must_vacuum:
+            try:
+                self._server().execute("VACUUM parrot_records")
+                self._must_vacuum = False
+            except psycopg.errors.DiskFull as error:  # Its map of free space may need a page.
+                logger.warning("the space of deleted sessions cannot be used yet: %s", error)
 
     def _change(self, statement: bytes, arguments: Sequence[Any]) -> tuple[Any, ...]:
         """The statement's row. Its first column counts the held leases. Raises `Superseded`."""
@@ -400,11 +459,7 @@ class PostgresRecords(EndedSubjects):
 
     def _migrate(self, server: Connection) -> None:
         """Bring the tables to the present version, in one transaction that checks the lease."""
-        with server.transaction():
-            held = "SELECT epoch FROM parrot_lease WHERE epoch = %s FOR KEY SHARE"
-            if server.execute(held, (self.epoch,)).fetchone() is None:
-                self._lease.lose()
-                raise psycopg.OperationalError("another ServeCore has taken over")
+        with self._locked():
             (schema,) = server.execute(_SCHEMA_OF).fetchone() or (None,)
             if schema == SCHEMA:
                 return

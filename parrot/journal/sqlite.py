@@ -155,6 +155,9 @@ class JournalFile(EndedSubjects):
         self._limit_pages(self._max_pages)
         return True
 
+    def describe(self, error: Exception) -> str:
+        return str(error)
+
     def trim(self) -> None:
         """Remove up to 512 records of an ended subject, its `ENDED` record last."""
         subject = next(iter(self._ended))

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from parrot.gateway.vendors.routes import error_form
+from parrot.journal.log import RecordsLost
 from parrot.protocol.app_server import AppServer
 from parrot.protocol.endpoint import Access, Endpoint
 from parrot.protocol.errors import Standby
@@ -99,6 +100,7 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
     from parrot.journal.postgres import Lease, PostgresRecords
 
     lease = Lease(address)
+    stands_by = False
     try:
         await lease.acquire()
         logger.info("this ServeCore now serves, with epoch %d", lease.epoch)
@@ -106,7 +108,11 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
         async with serving(config, records) as it, it.app.router.lifespan_context(it.app):
             with front.turn(it, lease.is_held):
                 await lease.lost()
+            stands_by = True
             logger.error("another ServeCore holds the journal's lease, or may: this one stands by")
+    except RecordsLost:  # The log names them.
+        if not stands_by:
+            raise
     finally:
         await lease.close()
 

@@ -46,6 +46,9 @@ class MemoryFile:
     def refill(self) -> bool:
         return True
 
+    def describe(self, error: Exception) -> str:
+        return str(error)
+
     def note_ends(self, records: Sequence[Record]) -> None: ...
 
     @property

@@ -25,11 +25,13 @@ fsync = off
 class Database:
     """One that runs; `kill -9` and start it as you like. Each database is another's."""
 
-    def __init__(self, folder: Path, bin_folder: Path) -> None:
+    def __init__(self, folder: Path, bin_folder: Path, log_folder: Path | None = None) -> None:
+        """`log_folder`: where the write-ahead log is, in files of 1 MB."""
         self._folder = folder
         self._bin = bin_folder
         self._data = folder / "data"
-        self._who: dict[str, Any] = {"user": _USER if os.geteuid() == 0 else None, "cwd": folder}
+        self.owner = _USER if os.geteuid() == 0 else None
+        self._who: dict[str, Any] = {"user": self.owner, "cwd": folder}
         self._num_databases = 0
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.port = int(listener.getsockname()[1])
@@ -38,6 +40,8 @@ class Database:
         _give_away(folder, password)
         made = [str(bin_folder / "initdb"), "-N", "-D", str(self._data), "-U", "admin"]
         made += ["-A", "scram-sha-256", f"--pwfile={password}"]
+        if log_folder is not None:
+            made += [f"--waldir={log_folder}", "--wal-segsize=1"]
         subprocess.run(made, **self._who, check=True, stdout=subprocess.DEVNULL, timeout=60)
         with (self._data / "postgresql.conf").open("a") as config:
             config.write(f"{_SETTINGS}port = {self.port}\nunix_socket_directories = '{folder}'\n")
@@ -64,9 +68,15 @@ class Database:
                 return
         raise RuntimeError("".join(lines))
 
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
     def kill(self) -> None:
         """`kill -9` all of it."""
         self.signal(signal.SIGKILL)
+        self.await_end()
+
+    def await_end(self) -> None:
         self._process.wait()
         self._reader.join()
         assert self._process.stderr is not None
@@ -80,14 +90,18 @@ class Database:
             with suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
-    def database(self) -> str:
+    def give(self, *paths: Path) -> None:
+        """Let the server's processes own these."""
+        _give_away(*paths)
+
+    def database(self, tablespace: str = "pg_default") -> str:
         """The address of a new one."""
         import psycopg
 
         self._num_databases += 1
         name = f"journal{self._num_databases}"
         with psycopg.connect(self.address("postgres"), autocommit=True) as connection:
-            connection.execute(f"CREATE DATABASE {name}".encode())
+            connection.execute(f"CREATE DATABASE {name} TABLESPACE {tablespace}".encode())
         return self.address(name)
 
     def address(self, database: str) -> str:
@@ -96,12 +110,12 @@ class Database:
 
 
 @contextmanager
-def running_database() -> Iterator[Database]:
+def running_database(log_folder: Path | None = None) -> Iterator[Database]:
     """Raises `LookupError` with what is missing where there is none to be had."""
     bin_folder = _bin_folder()
     folder = Path(tempfile.mkdtemp(prefix="parrot-postgres-"))
     try:
-        server = Database(folder, bin_folder)
+        server = Database(folder, bin_folder, log_folder)
         try:
             yield server
         finally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -12,10 +13,10 @@ __all__ = ["PASSWORD", "Server", "running_server"]
 
 
 @contextmanager
-def running_server() -> Iterator[Server]:
-    """Skips the test where there is none."""
+def running_server(log_folder: Path | None = None) -> Iterator[Server]:
+    """Skips the test where there is none. `log_folder`: see `Server`."""
     try:
-        running = running_database()
+        running = running_database(log_folder)
         server = running.__enter__()
     except LookupError as missing:
         pytest.skip(str(missing))

@@ -51,6 +51,9 @@ class MemoryStorage:
     def refill(self) -> bool:
         return True
 
+    def describe(self, error: Exception) -> str:
+        return str(error)
+
     def note_ends(self, records: Sequence[Record]) -> None: ...
 
     def trim(self) -> None: ...
