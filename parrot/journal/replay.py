@@ -1,7 +1,6 @@
 """Restores the sessions from the journal's records."""
 
 import asyncio
-import gc
 import logging
 import secrets
 import time
@@ -26,6 +25,7 @@ from parrot.serve.execution.fleet import MODEL
 from parrot.serve.graph.nodes import VariableState
 from parrot.serve.sessions import RESERVED, AddCall, AddPrompt, Begin, CancelCall, Session
 from parrot.serve.tenants.limits import num_bytes
+from parrot.utils.collector import no_collections
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def restore(
     core.sessions.numbers.use_secret(secret)
     core.tenants.restored(secret, _names_secret(journal, core.tenants.names_secret))
     began = time.perf_counter()
-    with _no_collection(), _tasks_on_hold(core):
+    with no_collections(), _tasks_on_hold(core):
         journal.read(restoring.apply)
         core.sessions.restored(journal, partial(JournaledSession, journal))
         core.fleet.record_models(journal)
@@ -101,23 +101,6 @@ def _restore_dormant(core: ServeCore) -> None:
         if time.perf_counter() > end:
             asyncio.get_running_loop().call_soon(_restore_dormant, core)
             return
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection in the block: all new objects stay, and each collection would
-    traverse them. Afterwards they are frozen if other objects are frozen (see `Collector`)."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            has_frozen = gc.get_freeze_count() > 0
-            gc.freeze()
-            if not has_frozen:
-                gc.unfreeze()  # This moves all objects to the oldest generation.
-            gc.enable()
 
 
 def _size(record: Record) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from parrot.utils.collector import Collector
+from parrot.utils.collector import Collector, no_collections
 from tests.support.manual_clock import ManualClock
 
 YOUNG, MOST_OLD = 200, 1000
@@ -138,7 +138,36 @@ async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
 
 
 def test_afterwards_all_is_as_before() -> None:
+    gc.unfreeze()
     before = gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count()
     with World().collector:
         assert gc.get_threshold() != before[0]
     assert (gc.get_threshold(), gc.callbacks, gc.get_freeze_count()) == before
+
+
+def test_what_no_collection_looked_at_is_frozen_for_a_collector_alone() -> None:
+    gc.unfreeze()
+    with no_collections():
+        assert not gc.isenabled()
+        lost = weakref.ref(cycle())
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    assert gc.collect() > 0
+    assert lost() is None
+    with World().collector:
+        with no_collections():
+            lost = weakref.ref(cycle())
+        gc.collect()
+        assert lost() is not None
+    gc.collect()
+    assert lost() is None
+
+
+def test_collections_that_were_disabled_stay_disabled() -> None:
+    gc.disable()
+    try:
+        with no_collections():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
