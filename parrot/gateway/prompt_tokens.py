@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from parrot.gateway.transcript import Message, is_long_conversation, transcript_of
+from parrot.gateway.transcript import Message, needs_thread, transcript_of
 from parrot.protocol.errors import InvalidRequest, UnsupportedField
 from parrot.serve.graph.nodes import TextPiece, TokenizedText
 from parrot.serve.prompts.encode import ModelTokenizer, Style, encode_prompt
@@ -29,7 +29,7 @@ async def prompt_tokens(
     def split() -> list[TextPiece]:
         return transcript_of(prompt, options, model, tokenizer).pieces()
 
-    pieces = await asyncio.to_thread(split) if is_long_conversation(prompt) else split()
+    pieces = await asyncio.to_thread(split) if needs_thread(prompt, tokenizer) else split()
     segments = [Segment(piece.kind, piece.text) for piece in pieces]
     units = await encode_prompt(segments, False, tokenizer)
     parts = [ids for ids in units if not isinstance(ids, str)]

@@ -60,7 +60,8 @@ from parrot.serve.prompts.templates import PLAIN_CHAT, ModelTemplate, sentinel
 
 _PART = 2048  # Shortest part of a split text, in characters. Shorter parts share more prefixes.
 _DIGEST_LEN = 64  # Characters of a SHA-256 in hexadecimal.
-_LONG = 100  # Messages. A longer conversation is rendered in a thread.
+# Messages, and characters. A longer conversation is rendered in a thread.
+_LONG, _LONG_CHARS = 100, 2**20
 _MAX_CHARS = 2**23  # Characters of a prompt. No model accepts two million tokens.
 Body = dict[str, Any]
 """The fields of a chat completion request that contain the conversation and the tools."""
@@ -468,12 +469,19 @@ def transcript_of(
     )
 
 
-def is_long_conversation(prompt: Sequence[Message] | str) -> bool:
-    """Whether the prompt must be rendered in a thread. Images, audio and files are hashed, which
-    takes 1 ms per MiB."""
+def needs_thread(prompt: Sequence[Message] | str, tokenizer: ModelTokenizer | None) -> bool:
+    """Whether the prompt must be rendered in a thread: it is long, or its chat template is slow.
+    Images, audio and files are hashed, which takes 1 ms per MiB."""
     if isinstance(prompt, str):
         return False
-    return len(prompt) > _LONG or any(isinstance(m.get("content"), list) for m in prompt)
+    if tokenizer is not None and tokenizer.chat is not None and tokenizer.chat.is_slow:
+        return True
+    if len(prompt) > _LONG:
+        return True
+    texts = [message.get("content") for message in prompt]
+    if any(isinstance(text, list) for text in texts):
+        return True
+    return sum([len(text) for text in texts if isinstance(text, str)]) > _LONG_CHARS
 
 
 def _has_tools(messages: Sequence[Message], options: Mapping[str, Any]) -> bool:

@@ -50,8 +50,8 @@ from parrot.gateway.transcript import (
     MarkedPrompt,
     Transcript,
     hashed_media,
-    is_long_conversation,
     mark_placeholders,
+    needs_thread,
     put_variables,
     require_fits,
     served_body,
@@ -200,10 +200,11 @@ class Turns:
         self._sessions.check_integrity()
 
     async def prepare(self, request: TurnRequest) -> Prepared:
-        """Render the prompt. A long conversation is rendered in a thread: a chat template may take
-        0.4 ms of CPU time per message. Raises as `render` does."""
+        """Render the prompt. A long conversation is rendered in a thread, and so is each one with a
+        slow chat template: it may take 50 ms of CPU time, and 0.4 ms per message. Raises as
+        `render` does."""
         resolved, marked, render = self._rendering(request)
-        is_long = is_long_conversation(request.prompt)
+        is_long = needs_thread(request.prompt, self._core.fleet.tokenizer(resolved.model))
         began = thread_time()
         rendered = await asyncio.to_thread(render) if is_long else render()
         if is_long or thread_time() - began > _SLOW_S:

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from parrot.gateway.transcript import (
     hashed_media,
-    is_long_conversation,
+    needs_thread,
     render_transcript,
     with_system_first,
 )
@@ -325,8 +325,8 @@ def test_templates_that_show_system_messages_anywhere(name: str, takes: bool) ->
 def test_images_are_hashed_in_a_thread() -> None:
     """10 MiB take 10 ms, in each turn of the conversation."""
     image = {"type": "image_url", "image_url": {"url": "x" * 100}}
-    assert is_long_conversation([{"role": "user", "content": [image]}])
-    assert not is_long_conversation([{"role": "user", "content": "x"}])
+    assert needs_thread([{"role": "user", "content": [image]}], None)
+    assert not needs_thread([{"role": "user", "content": "x"}], None)
 
 
 def test_a_digest_is_not_the_digested_text() -> None:

@@ -31,6 +31,7 @@ ONCE_WITHIN_CPU_S = 3 * WITHIN_CPU_S
 
 
 SHOWN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+COSTLY = "{% for i in range(60000) %}{% set x = i %}{% endfor %}"
 SLOW = "{% for m in messages %}{% for i in range(100) %}{% set x = i %}{% endfor %}{% endfor %}"
 
 
@@ -102,6 +103,7 @@ def server() -> Iterator[Server]:
     engines = {
         "m": fake_engine("m", model="m", **size),
         "slow": fake_engine("slow", model="slow", chat_template=SLOW + SHOWN, **size),
+        "costly": fake_engine("costly", model="costly", chat_template=COSTLY + SHOWN, **size),
     }
     dispatcher = Dispatcher(config, clock, lambda info: engines[info.engine_name])
     core = ServeCore(config, clock=clock, dispatcher=dispatcher)
@@ -237,3 +239,26 @@ def test_a_slow_chat_template(server: Server, path: str, num_messages: int) -> N
         status, answer = server.ask("POST", "/tokenize", json.dumps(body).encode())
         assert status == 200, answer
         assert answer["count"] == sum(len(message["content"]) for message in messages)
+
+
+def test_the_turns_of_a_chat_with_a_costly_template(server: Server) -> None:
+    """Each number of turns has its own markup. One rendering takes 20 to 50 ms."""
+    scope = server.ask("POST", "/v1/session", b"{}")[1]
+    token = scope.pop("session_auth")
+    body = {"template": "Hello{{y}}", "parameters": [made("y")], "models": ["costly"]}
+    calls, before = [], None
+    for _ in range(16):
+        added = scope | body | {"chat": True}
+        if before is not None:
+            added["successor_of"] = before
+        status, call = server.ask(
+            "POST", "/v1/semantic_call", json.dumps(added).encode(), token, tries=1
+        )
+        assert status == 200, call
+        before = call["request_id"]
+        calls.append(call)
+    server.watch.longest_s = 0.0
+    last = calls[-1]["param_info"][0]["var_id"]
+    path = f"/v1/semantic_var/{last}?session_id={scope['session_id']}"
+    status, value = server.ask("GET", path, None, token, tries=1, within_s=WITHIN_CPU_S)
+    assert status == 200, value

@@ -39,7 +39,6 @@ LARGE_TEXT = 8192  # Characters. A longer text is encoded in a thread.
 MAX_ENCODED = 2**22
 CACHE_IDS = 4 * 2**20  # Token ids that an encoder caches. A larger cache encodes less text again.
 _MAX_TEXT_BYTES = 2**20  # Bytes of a file in `public_prefixes`.
-_LONG_TEMPLATE = 4096  # Characters. A longer template is parsed in a thread: 1 MB takes seconds.
 _UNLIMITED = 2**62
 _LONGEST_UNKNOWN = 256  # Assumed longest token, in characters, if the tokenizer is unknown.
 _MAX_COMPOSED = 4  # Characters that a tokenizer's normalizer combines into one.
@@ -226,10 +225,7 @@ class TokenizerRegistry:
             encoder = await asyncio.to_thread(_build_encoder, tokenizer_id, payload.tokenizer_json)
             encoder = self._encoders.setdefault(tokenizer_id, encoder)
         ids = payload.special_ids
-        if len(payload.chat_template or "") > _LONG_TEMPLATE:
-            chat = await asyncio.to_thread(_chat_template, payload, encoder)
-        else:
-            chat = _chat_template(payload, encoder)
+        chat = await asyncio.to_thread(_chat_template, payload, encoder)
         tokenizer = ModelTokenizer(
             tokenizer_id, encoder, ids.bos if ids.add_bos else None, frozenset(ids.eos), chat
         )
@@ -251,16 +247,19 @@ def _build_encoder(tokenizer_id: str, tokenizer_json: str) -> PieceEncoder:
 
 
 def _chat_template(payload: TokenizerResponse, encoder: PieceEncoder) -> ModelTemplate | None:
-    """None also for a broken template, because only chat calls need it."""
+    """The template, with all its markup rendered. None also for a broken template, because only
+    chat calls need it. For a thread: a long template takes seconds."""
     if payload.chat_template is None:
         return None
     ids = payload.special_ids
     bos, eos = encoder.token_text(ids.bos), encoder.token_text(ids.eos[0] if ids.eos else None)
     try:
-        return ModelTemplate(payload.chat_template, bos, eos)
+        chat = ModelTemplate(payload.chat_template, bos, eos)
     except InvalidRequest as error:
         logger.warning("%s; chat calls will be rejected", error)
         return None
+    chat.learn()
+    return chat
 
 
 async def _public_prefixes(text: str, tokenizer: ModelTokenizer) -> list[Ids]:

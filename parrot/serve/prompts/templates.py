@@ -3,16 +3,18 @@
 A model's template is rendered with random sentinels in place of the messages, and split at them.
 Real messages never pass through the template, so their text cannot act as template code or markup.
 
-A template is code from the model's author, and runs on ServeCore's event loop, or in a thread for a
-long conversation. It can only read its inputs and produce text, with limited work and size. When a
-template is parsed, operations whose time or memory may exceed the code's length are replaced by
-filters that check the budget: loops, sums, products, and list literals."""
+A template is code from the model's author. What it renders for all conversations is rendered once,
+in a thread. A conversation is rendered on ServeCore's event loop, or in a thread if it is long or
+the template is slow. A template can only read its inputs and produce text, with limited work and
+size. When a template is parsed, operations whose time or memory may exceed the code's length are
+replaced by filters that check the budget: loops, sums, products, and list literals."""
 
 import json
 import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import islice
@@ -50,6 +52,8 @@ _FILTERS = (
 _ENDLESS = frozenset({"center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"})
 _PRODUCTS = {nodes.Mul: "*", nodes.Pow: "**", nodes.Mod: "%"}
 _PARTS = 64  # Parts of a rendered text between two checks of its length.
+_SLOW_S = 0.005  # Seconds of CPU time of a rendering after which a template is slow.
+_DECAY = 0.9  # Part of a rendering's time that the next one remembers.
 _NUM_RENDERED = 16  # Turns that are rendered. Later turns have the markup of the sixteenth.
 # Training marks of some templates. They render nothing.
 _GENERATION_MARK = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -355,8 +359,24 @@ class ModelTemplate:
         self._budget = environment.budget
         self.source = template
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        self._openings: dict[bool, tuple[str, ...]] = {}  # by whether a system message exists
+        # By whether a system message exists.
+        self._openings: dict[bool, tuple[str, ...] | InvalidRequest] = {}
         self._later: list[tuple[str, str]] = []  # markup around the second user message, third, ..
+        self._no_later: InvalidRequest | None = None  # why there is no markup of later turns
+        self._cpu_s = 0.0  # the CPU time of recent renderings
+
+    def learn(self) -> None:
+        """Render all markup, which later calls only look up. It may take 2 s: use a thread."""
+        for has_system in (False, True):
+            with suppress(InvalidRequest):
+                self.markup(_NUM_RENDERED, has_system=has_system)
+        with suppress(InvalidRequest):
+            self.takes_system, self.takes_system_anywhere, self.strips  # noqa: B018
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether recent renderings took long: then the next one should run in a thread."""
+        return self._cpu_s > _SLOW_S
 
     def markup(self, num_turns: int, *, has_system: bool = False) -> tuple[str, ...]:
         """The texts between the messages; generation follows the last one:
@@ -365,15 +385,35 @@ class ModelTemplate:
 
         or without `m[0] system`. Raises `InvalidRequest` if the template does not show each message
         once and in order, or has no system message."""
-        if has_system not in self._openings:
-            self._openings[has_system] = self._render(1, has_system)
+        parts = list(self._opening(has_system))
         while len(self._later) < min(num_turns, _NUM_RENDERED) - 1:
-            before, after = self._render(len(self._later) + 2)[-2:]
-            self._later.append((before, after))
-        parts = list(self._openings[has_system])
+            self._later.append(self._next_turn())
         for turn in range(num_turns - 1):
             parts += self._later[min(turn, _NUM_RENDERED - 2)]
         return tuple(parts)
+
+    def _opening(self, has_system: bool) -> tuple[str, ...]:
+        found = self._openings.get(has_system)
+        if found is None:
+            try:
+                found = self._render(1, has_system)
+            except InvalidRequest as error:
+                found = error
+            self._openings[has_system] = found
+        if isinstance(found, InvalidRequest):
+            raise _again(found)
+        return found
+
+    def _next_turn(self) -> tuple[str, str]:
+        """The markup around the user message of the first turn that was not rendered yet."""
+        if self._no_later is None:
+            try:
+                before, after = self._render(len(self._later) + 2)[-2:]
+            except InvalidRequest as error:
+                self._no_later = error
+            else:
+                return before, after
+        raise _again(self._no_later)
 
     @cached_property
     def strips(self) -> bool:
@@ -409,6 +449,7 @@ class ModelTemplate:
         """The prompt for the next answer. `options` are the template's other variables, such as
         `tools` and `enable_thinking`. Raises `InvalidRequest`."""
         self._budget.renew(len(messages))
+        began = thread_time()
         parts: list[str] = []
         num_chars = 0
         try:
@@ -427,7 +468,14 @@ class ModelTemplate:
                 f"the model's chat template failed: {str(error) or type(error).__name__:.500}",
                 param="chat",
             ) from None
+        finally:
+            self._cpu_s = max(_DECAY * self._cpu_s, thread_time() - began)
         return text
+
+
+def _again(error: InvalidRequest) -> InvalidRequest:
+    """The error for another request, without the traceback of the first one."""
+    return InvalidRequest(str(error), param="chat")
 
 
 def _message(role: str, content: str) -> dict[str, str]:
