@@ -152,7 +152,7 @@ class HttpClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
                     limit=self._max_connections,
-                    socket_factory=_keepalive_socket,
+                    socket_factory=keepalive_socket,
                     ssl=True if self._tls is None else self._tls,
                 ),
                 headers=self._headers,
@@ -205,7 +205,7 @@ class _OwnErrors:
         raise Unavailable(text) from error
 
 
-def _keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
+def keepalive_socket(addr_info: tuple[Any, ...]) -> socket.socket:
     """A socket that detects a lost peer host within about 1 min, even while a request waits."""
     family, kind, proto, _, address = addr_info
     if is_metadata(address[0]):  # A DNS name may resolve to this address.

@@ -14,7 +14,6 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from itertools import count
 from struct import pack
@@ -27,7 +26,7 @@ from parrot.engine.openai.extra import AnswerExtra
 from parrot.engine.openai.logprobs import AnswerLogprobs
 from parrot.engine.openai.server_load import LoadWatch
 from parrot.engine.openai.upstream import Backoff, Upstream, retries_temporary
-from parrot.engine.openai.wire import AnswerWriter, Question, WireUsage
+from parrot.engine.openai.wire import AnswerWriter, Question, ServerAnswer, WireUsage
 from parrot.engine.service import ServiceState
 from parrot.protocol.engine_api import (
     CHARS_PER_TOKEN,
@@ -488,21 +487,6 @@ class OpenAIService:
         if self._upstream.is_serial:
             self._gate.limit = 1
 
-    def _append(
-        self,
-        context: TextContext,
-        texts: list[str],
-        text: str,
-        logprobs: AnswerLogprobs,
-        on_chunk: OnChunk | None,
-    ) -> None:
-        """Append `text` to the answer and to the context, and send it as a chunk."""
-        if text:
-            texts.append(text)
-            self._contexts.append(context, text)
-            if on_chunk is not None:
-                on_chunk(StreamChunk(ids=[], text=text, logprobs=logprobs.part()))
-
     async def _ask(
         self,
         context: TextContext,
@@ -510,53 +494,101 @@ class OpenAIService:
         queue_s: float,
         on_chunk: OnChunk | None,
     ) -> GenerateResponse:
-        """One request to the server and its answer. Without a stream, prefill time is included in
-        `decode_s`. If the server reports no usage, each chunk of a stream counts as one token."""
-        stream = on_chunk is not None or self._upstream.is_serial
-        started = first_text = self._clock.now()
-        texts: list[str] = []
-        reason, counted = FinishReason.STOP, None
-        stop_string: str | None = None
-        logprobs = AnswerLogprobs(request.sampling_config.logprobs)
-        ask = self._upstream.stream if stream else self._upstream.complete
-        writer = AnswerWriter() if "messages" in (request.conversation or ()) else None
-        extra = AnswerExtra()
-        async with aclosing(ask(_question(context, request))) as chunks:
-            async for chunk in chunks:
-                self.answered_at = self._clock.now()
-                counted = chunk.usage or counted
-                extra.add(chunk)
-                if not chunk.choices:
-                    continue
-                reason = chunk.finish_reason or reason
-                stop_string = chunk.stop_string or stop_string
-                logprobs.add(chunk.logprobs)
-                text = chunk.text if writer is None else chunk.written(writer)
-                if text and stream and not texts:
-                    first_text = self._clock.now()
-                self._append(context, texts, text, logprobs, on_chunk)
-        if writer is not None:
-            self._append(context, texts, writer.finish(), logprobs, on_chunk)
-        if counted is None and stream:
-            num_prompt = math.ceil((len(context) - sum(map(len, texts))) / CHARS_PER_TOKEN)
-            counted = WireUsage(prompt_tokens=num_prompt, completion_tokens=len(texts))
+        """One request to the server and its answer."""
+        is_stream = on_chunk is not None or self._upstream.is_serial
+        answer = _Answer(self._contexts, context, request, self._clock, on_chunk)
+        question = _question(context, request)
+
+        def take(chunk: ServerAnswer) -> None:
+            self.answered_at = self._clock.now()
+            answer.add(chunk)
+
+        if is_stream:
+            await self._upstream.stream(question, take)
+        else:
+            take(await self._upstream.complete(question))
+        return answer.response(queue_s, is_stream=is_stream)
+
+
+class _Answer:
+    """Collects the chunks of one answer, or the whole answer."""
+
+    def __init__(
+        self,
+        contexts: TextContexts,
+        context: TextContext,
+        request: GenerateRequest,
+        clock: Clock,
+        on_chunk: OnChunk | None,
+    ) -> None:
+        """`on_chunk` receives the text of each chunk."""
+        self._contexts = contexts
+        self._context = context
+        self._clock = clock
+        self._on_chunk = on_chunk
+        self._writer = AnswerWriter() if "messages" in (request.conversation or ()) else None
+        self._logprobs = AnswerLogprobs(request.sampling_config.logprobs)
+        self._extra = AnswerExtra()
+        self._texts: list[str] = []
+        self._reason = FinishReason.STOP
+        self._stop_string: str | None = None
+        self._usage: WireUsage | None = None
+        self._started = clock.now()
+        self._first_text: float | None = None
+
+    def add(self, chunk: ServerAnswer) -> None:
+        self._usage = chunk.usage or self._usage
+        self._extra.add(chunk)
+        if not chunk.choices:
+            return
+        self._reason = chunk.finish_reason or self._reason
+        self._stop_string = chunk.stop_string or self._stop_string
+        self._logprobs.add(chunk.logprobs)
+        self._append(chunk.text if self._writer is None else chunk.written(self._writer))
+
+    def _append(self, text: str) -> None:
+        """Append the text to the answer and to the context, and report it as a chunk."""
+        if not text:
+            return
+        if self._first_text is None:
+            self._first_text = self._clock.now()
+        self._texts.append(text)
+        self._contexts.append(self._context, text)
+        if self._on_chunk is not None:
+            self._on_chunk(StreamChunk(ids=[], text=text, logprobs=self._logprobs.part()))
+
+    def response(self, queue_s: float, *, is_stream: bool) -> GenerateResponse:
+        """The complete answer. Without a stream, prefill time is included in `decode_s`. If the
+        server reports no usage, each chunk of a stream counts as one token."""
+        if self._writer is not None:
+            self._append(self._writer.finish())
+        texts, counted = self._texts, self._usage
+        if counted is None and is_stream:
+            num_chars = len(self._context) - sum(map(len, texts))
+            counted = WireUsage(
+                prompt_tokens=math.ceil(num_chars / CHARS_PER_TOKEN), completion_tokens=len(texts)
+            )
         counted = counted or WireUsage()
+        is_timed = is_stream and self._first_text is not None
+        first_text = self._first_text if is_timed else self._started
+        assert first_text is not None
         usage = Usage(
             cached_tokens=counted.cached_tokens,
             computed_tokens=counted.prompt_tokens - counted.cached_tokens,
             output_tokens=counted.completion_tokens,
             queue_s=queue_s,
-            prefill_s=first_text - started,
+            prefill_s=first_text - self._started,
             decode_s=self._clock.now() - first_text,
         )
+        text = "".join(texts)
         return GenerateResponse(
-            generated_text=(text := "".join(texts)),
+            generated_text=text,
             generated_ids=[],
-            finish_reason=reason,
-            stop_string=stop_string,
+            finish_reason=self._reason,
+            stop_string=self._stop_string,
             usage=usage,
-            logprobs=logprobs.of_text(text),
-            extra=extra.fields(),
+            logprobs=self._logprobs.of_text(text),
+            extra=self._extra.fields(),
         )
 
 

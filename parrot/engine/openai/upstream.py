@@ -3,17 +3,17 @@
 import logging
 import os
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import orjson
 import stamina
 
 from parrot.engine.config import OpenAIConfig
+from parrot.engine.openai.connections import Reply, ServerConnections
 from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, LoadMetrics
 from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import (
@@ -188,7 +188,6 @@ _AZURE_NEW_SINCE = "2024-09-01"
 _ANSWER_TIMEOUT_S = 600.0  # Seconds for a whole answer, or between two chunks of a stream.
 _ATTEMPTS = 5  # Attempts of a request that fails temporarily.
 _UNKNOWN = ProbeResult()
-_Event = tuple[str, bytes]  # Type and data of a server-sent event.
 _R = TypeVar("_R")
 
 
@@ -258,6 +257,22 @@ def _client(
     )
 
 
+def _server_connections(
+    config: OpenAIConfig, key: str | None, tls: ssl.SSLContext | None, errors: ErrorTranslator
+) -> ServerConnections:
+    instance = config.instance
+    version = {"api-version": instance.azure_api_version}
+    return ServerConnections(
+        _base_url(config),
+        bearer_token=None if instance.is_azure else key,
+        headers={"api-key": key} if instance.is_azure and key else None,
+        query=f"?{urlencode(version)}" if instance.is_azure else "",
+        read_error=errors.read,
+        tls=tls,
+        timeout_s=_ANSWER_TIMEOUT_S,
+    )
+
+
 def _target(config: OpenAIConfig) -> Target:
     """The endpoint and its field names. OpenAI's newer models reject `max_tokens`, but most other
     servers accept only `max_tokens`."""
@@ -304,11 +319,12 @@ class Upstream:
         key, tls = _api_key(config, environ), _tls(config)
         self._translator = ErrorTranslator(_base_url(config), key)
         self._target = _target(config)
-        self._params = {"api-version": instance.azure_api_version} if instance.is_azure else None
-        self._http = self._calls = _client(config, key, tls, self._translator)
+        self._http = _client(config, key, tls, self._translator)
+        self._forwards_key = forwards_key
         if forwards_key:
             self._translator = ErrorTranslator(_base_url(config), None, is_of_client=True)
-            self._calls = _client(config, None, tls, self._translator)
+        own_key = None if forwards_key else key
+        self._calls = _server_connections(config, own_key, tls, self._translator)
         self._root = HttpClient(
             self._http.base_url.removesuffix("/v1"),
             bearer_token=None if instance.is_azure else key,
@@ -412,21 +428,15 @@ class Upstream:
             name = min(lacking)
             raise UnsupportedField(f"{server} does not support `{name}` yet", param=name)
 
-    async def complete(
-        self, question: Question, backoff: Backoff | None = None
-    ) -> AsyncGenerator[ServerAnswer, None]:
-        """As `stream`, but the iterator yields the whole answer at once. `backoff` replaces the
-        constructor's."""
+    async def complete(self, question: Question, backoff: Backoff | None = None) -> ServerAnswer:
+        """The whole answer. `backoff` replaces the constructor's."""
         request_id = self._ids.claim(self._id_to_pass(question.request_id))
         try:
             payload = await self._within_context(
                 question,
-                lambda question: self._calls.request(
-                    "POST",
+                lambda question: self._calls.post(
                     self._path(question),
-                    params=self._params,
-                    body=self._body(question),
-                    timeout_s=_ANSWER_TIMEOUT_S,
+                    self._body(question),
                     traceparent=question.traceparent,
                     request_id=request_id,
                     bearer=self._bearer(question.client_key),
@@ -438,43 +448,42 @@ class Upstream:
         answer = parse_answer(payload)
         if not answer.choices:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
-        yield answer
+        return answer
 
-    async def stream(self, question: Question) -> AsyncGenerator[ServerAnswer, None]:
-        """Yield the chunks of an answer. The request is retried only before the first chunk. Raises
-        `Unavailable` if the stream ends before the answer has a finish reason."""
+    async def stream(self, question: Question, take: Callable[[ServerAnswer], None]) -> None:
+        """Call `take` with each chunk of an answer. The request is retried only before the first
+        chunk. Raises `Unavailable` if the stream ends before the answer has a finish reason."""
         request_id = self._ids.claim(self._id_to_pass(question.request_id))
+        has_ended = False
 
-        async def begin(question: Question) -> tuple[AsyncGenerator[_Event, None], _Event | None]:
-            events = self._calls.stream(
-                "POST",
+        def on_event(data: bytes) -> bool:
+            nonlocal has_ended
+            if data.strip() == DONE:
+                return True
+            chunk = self._chunk(data)
+            has_ended = has_ended or chunk.finish_reason is not None
+            take(chunk)
+            return False
+
+        def begin(question: Question) -> Awaitable[Reply]:
+            return self._calls.stream(
                 self._path(question),
-                params=self._params,
-                body=self._body(question, stream=True),
-                idle_timeout_s=_ANSWER_TIMEOUT_S,
+                self._body(question, stream=True),
+                on_event,
                 traceparent=question.traceparent,
                 request_id=request_id,
                 bearer=self._bearer(question.client_key),
             )
-            return events, await anext(events, None)
 
         try:
-            events, event = await self._within_context(question, begin)
-            if event is None and self.is_serial:
+            reply = await self._within_context(question, begin)
+            await reply.end()
+            if not reply.has_events and self.is_serial:
                 # llama-cpp-python sends an empty stream instead of an error, and closes the
                 # connection, which the next request may still use.
-                async for answer in self.complete(question, retries_temporary):
-                    yield answer
-                return
-            has_ended = False
-            async with aclosing(events):
-                while event is not None and event[1].strip() != DONE:
-                    chunk = self._chunk(event[1])
-                    has_ended = has_ended or chunk.finish_reason is not None
-                    yield chunk
-                    event = await anext(events, None)
-                if event is None or not has_ended:
-                    raise Unavailable(f"the stream of {self._http.base_url} was cut off")
+                take(await self.complete(question, retries_temporary))
+            elif not (reply.is_complete and has_ended):
+                raise Unavailable(f"the stream of {self._http.base_url} was cut off")
         finally:
             self._ids.release(request_id)
 
@@ -524,12 +533,9 @@ class Upstream:
 
         async def ask() -> Any:
             try:
-                return await self._calls.request(
-                    "POST",
+                return await self._calls.post(
                     "/embeddings",
-                    params=self._params,
-                    body=body,
-                    timeout_s=_ANSWER_TIMEOUT_S,
+                    body,
                     traceparent=traceparent,
                     request_id=self._id_to_pass(request_id),
                     bearer=self._bearer(client_key),
@@ -558,13 +564,13 @@ class Upstream:
         sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
         await self.check_with_probe(sampling.needs())
         question = Question(prompt, sampling, salt, echoes=True, client_key=client_key)
-        answers = [answer async for answer in self.complete(question)]
-        num_tokens = answers[0].usage.prompt_tokens if answers[0].usage is not None else 0
-        return prompt_logprobs(answers[0].logprobs, num_tokens, num_top), num_tokens
+        answer = await self.complete(question)
+        num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
+        return prompt_logprobs(answer.logprobs, num_tokens, num_top), num_tokens
 
     def _bearer(self, client_key: str) -> str | None:
         """The client's key, if the server gets it. None: the configured key, if any."""
-        return None if self._calls is self._http else client_key or None
+        return client_key or None if self._forwards_key else None
 
     def _path(self, question: Question) -> str:
         return "/chat/completions" if self._target.asks_chat(question) else "/completions"

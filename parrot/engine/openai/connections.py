@@ -1,0 +1,417 @@
+"""HTTP connections to the foreign server, for POST requests with a JSON body.
+
+    data_received -> HTTP parser -> events -> the request's `on_event`
+
+An event of a stream reaches its function in the callback of the socket. In a general HTTP client
+it passes queues and tasks, which take longer than all other work for the event."""
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError, Unavailable
+from parrot.protocol.http import keepalive_socket
+from parrot.protocol.transport import (
+    ErrorReader,
+    EventParser,
+    Unreachable,
+    decode_answer,
+    encode_body,
+)
+from parrot.utils.traceparent import TraceParent
+
+_CONNECT_TIMEOUT_S = 5.0  # Per address of the server.
+_MAX_IDLE_S = 15.0  # Seconds after which an unused connection is closed.
+_MAX_ANSWER = 2**28  # Bytes of an answer that is not a stream.
+_LARGE_BODY = 2**16  # Bytes from which a body is not copied next to its head.
+_PORTS = {"http": 80, "https": 443}
+
+OnEvent = Callable[[bytes], bool]
+"""Receives the data of an event. Returns whether the answer is complete."""
+
+
+class Reply:
+    """The answer to one request. `begun` is set at the first event, and at the latest with `over`,
+    which is set when the answer is complete or has failed with `error`."""
+
+    def __init__(self, connection: "_Connection", on_event: OnEvent | None) -> None:
+        loop = asyncio.get_running_loop()
+        self.begun: asyncio.Future[None] = loop.create_future()
+        self.over: asyncio.Future[None] = loop.create_future()
+        self.error: Exception | None = None
+        self.has_events = False
+        self.is_complete = False  # `on_event` has received the last event.
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body: list[bytes] = []  # Of an answer that is not a stream of events.
+        self.size = 0
+        self._connection = connection
+        self._on_event = on_event
+        self._events = EventParser()
+
+    async def first(self) -> None:
+        """Wait for the first event, or for an answer without events. Raises its error."""
+        await self._wait(self.begun)
+        if self.error is not None and not self.has_events:
+            raise self.error
+
+    async def end(self) -> None:
+        """Wait for the end of the answer. Raises its error."""
+        if not self.over.done():
+            await self._wait(self.over)
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """Abort an unfinished answer. The server notices that the connection is closed."""
+        if not self.over.done():
+            self._connection.abort()
+
+    @property
+    def is_stream(self) -> bool:
+        return self._on_event is not None and self.status < 300
+
+    def feed(self, data: bytes) -> None:
+        """More of the answer's body."""
+        if self.over.done():
+            return
+        try:
+            if not self.is_stream:
+                self.body.append(data)
+                self.size += len(data)
+                if self.size > _MAX_ANSWER:
+                    raise InternalError(f"the server answered with more than {_MAX_ANSWER} bytes")
+                return
+            assert self._on_event is not None
+            for _, event in self._events.feed(data):
+                self.has_events = True
+                if self._on_event(event):
+                    self.is_complete = True
+                    self.finish()
+                    return
+            if self.has_events and not self.begun.done():
+                self.begun.set_result(None)
+        except Exception as error:  # noqa: BLE001 - it is raised by `end`
+            self.finish(error)
+            self._connection.abort()
+
+    def finish(self, error: Exception | None = None) -> None:
+        """The answer has ended, or failed. No effect afterwards."""
+        if not self.over.done():
+            self.error = error
+            self.over.set_result(None)
+            if not self.begun.done():
+                self.begun.set_result(None)
+
+    async def _wait(self, change: "asyncio.Future[None]") -> None:
+        try:
+            await change
+        except asyncio.CancelledError:
+            self._connection.abort()
+            raise
+
+
+class _Connection(asyncio.Protocol):
+    """One connection. It serves one request at a time."""
+
+    def __init__(self, pool: "ServerConnections") -> None:
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._reply: Reply | None = None  # Until its last byte has arrived.
+        self._alarm: asyncio.TimerHandle | None = None
+        self._active_at = 0.0  # Last data of a stream, the start of another request, or its end.
+        self._has_length = False  # The end of the answer does not close the connection.
+
+    def send(self, head: bytes, body: bytes, on_event: OnEvent | None) -> Reply:
+        """Send a request on an idle connection."""
+        assert self._transport is not None
+        assert self._reply is None
+        self._active_at = self._loop.time()
+        self._reply = reply = Reply(self, on_event)
+        if len(body) < _LARGE_BODY:
+            self._transport.write(head + body)
+        else:
+            self._transport.writelines((head, body))
+        if self._alarm is None:
+            self._alarm = self._loop.call_later(self._pool.timeout_s, self._on_alarm)
+        return reply
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def idle_since(self) -> float:
+        return self._active_at
+
+    # Callbacks of the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        reply = self._reply
+        if reply is None:  # Data that was not asked for.
+            self.abort()
+            return
+        if reply.is_stream:
+            self._active_at = self._loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"the answer is not HTTP: {error}")
+            self.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._pool.discard(self)
+        if self._reply is not None and not self._has_length and self._reply.status and exc is None:
+            self._reply.finish(self._error_of(self._reply))  # The end of the connection ends it.
+        self._fail(str(exc or "the server closed the connection"))
+
+    def _on_alarm(self) -> None:
+        self._alarm = None
+        if self._reply is None:
+            return
+        rest_s = self._active_at + self._pool.timeout_s - self._loop.time()
+        if rest_s > 0:
+            self._alarm = self._loop.call_later(rest_s, self._on_alarm)
+        else:
+            self._fail(f"no data for {self._pool.timeout_s:g} s")
+            self.abort()
+
+    def _fail(self, reason: str) -> None:
+        if self._reply is not None:
+            self._reply.finish(Unavailable(f"no answer from {self._pool.base_url}: {reason}"))
+            self._reply = None
+
+    # Callbacks of the parser.
+
+    def on_message_begin(self) -> None:
+        self._has_length = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        key = name.decode("latin-1").lower()
+        if key in ("content-length", "transfer-encoding"):
+            self._has_length = True
+        if self._reply is not None:
+            self._reply.headers[key] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        if self._reply is not None:
+            self._reply.status = self._parser.get_status_code()
+
+    def on_body(self, body: bytes) -> None:
+        if self._reply is not None:
+            self._reply.feed(body)
+
+    def on_message_complete(self) -> None:
+        reply = self._reply
+        if reply is None:
+            return
+        if reply.status < 200:  # Another answer follows.
+            reply.headers.clear()
+            reply.status = 0
+            return
+        self._reply = None
+        reply.finish(self._error_of(reply))
+        if not self.is_open:
+            return
+        assert self._transport is not None
+        if self._parser.should_keep_alive() and not self._transport.get_write_buffer_size():
+            self._active_at = self._loop.time()
+            self._pool.release(self)
+        else:
+            self._transport.close()
+
+    def _error_of(self, reply: Reply) -> ParrotError | None:
+        """The error of a complete answer."""
+        if 300 <= reply.status < 400:
+            return Unavailable(f"{self._pool.base_url} answered with a redirect")
+        if reply.status < 400:
+            return None
+        try:
+            self._pool.decode(reply)
+        except ParrotError as error:
+            return error
+        return None
+
+
+class ServerConnections:
+    """Keep-alive connections to one server. Raises the errors of `Transport`."""
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        bearer_token: str | None,
+        headers: Mapping[str, str] | None,
+        query: str,
+        read_error: ErrorReader,
+        tls: ssl.SSLContext | None,
+        timeout_s: float,
+    ) -> None:
+        """`headers` and `query` are sent with each request. `tls`: for `https://`. None: the
+        certificates of the system are trusted. `timeout_s`: seconds for a whole answer, or between
+        two chunks of a stream."""
+        parts = urlsplit(base_url)
+        self.base_url = base_url.rstrip("/")
+        self.timeout_s = timeout_s
+        self._host = parts.hostname or ""
+        self._port = parts.port or _PORTS[parts.scheme]
+        self._path = parts.path.rstrip("/")
+        self._query = query
+        self._is_tls = parts.scheme == "https"
+        self._tls = tls
+        self._read_error = read_error
+        self._bearer = bearer_token
+        host = parts.netloc.rpartition("@")[2]
+        fixed = {"Host": host, "Content-Type": "application/json", "Accept": "*/*"}
+        fixed |= {"User-Agent": "parrot", **(headers or {})}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
+        self._idle: list[_Connection] = []  # The most recently used one is the last.
+        self._open: set[_Connection] = set()
+        self._sweep: asyncio.TimerHandle | None = None
+
+    async def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connection in list(self._open):
+            connection.abort()
+
+    async def post(
+        self,
+        path: str,
+        body: Any,
+        *,
+        traceparent: str = "",
+        request_id: str = "",
+        bearer: str | None = None,
+    ) -> Any:
+        """Send a request and return the decoded JSON answer."""
+        reply = await self._send(path, body, None, traceparent, request_id, bearer)
+        await reply.end()
+        return self.decode(reply)
+
+    async def stream(
+        self,
+        path: str,
+        body: Any,
+        on_event: OnEvent,
+        *,
+        traceparent: str = "",
+        request_id: str = "",
+        bearer: str | None = None,
+    ) -> Reply:
+        """Send a request and wait for its first event. `on_event` receives all events. An error of
+        `on_event` fails the answer. The caller must `end` or `cancel` the answer."""
+        reply = await self._send(path, body, on_event, traceparent, request_id, bearer)
+        await reply.first()
+        return reply
+
+    def decode(self, reply: Reply) -> Any:
+        """The JSON of a complete answer. Raises the server's error."""
+        raw = b"".join(reply.body)
+        return decode_answer(raw, reply.status, reply.headers, self.base_url, self._read_error)
+
+    def release(self, connection: _Connection) -> None:
+        """The connection can serve another request."""
+        self._idle.append(connection)
+        if self._sweep is None:
+            loop = asyncio.get_running_loop()
+            self._sweep = loop.call_later(_MAX_IDLE_S, self._close_idle)
+
+    def discard(self, connection: _Connection) -> None:
+        """The connection is closed."""
+        self._open.discard(connection)
+        if connection in self._idle:
+            self._idle.remove(connection)
+
+    def _close_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._sweep = None
+        oldest = loop.time() - _MAX_IDLE_S
+        for connection in [one for one in self._idle if one.idle_since <= oldest]:
+            self._idle.remove(connection)
+            connection.abort()
+        if self._idle:
+            rest_s = self._idle[0].idle_since - oldest
+            self._sweep = loop.call_later(rest_s, self._close_idle)
+
+    async def _send(
+        self,
+        path: str,
+        body: Any,
+        on_event: OnEvent | None,
+        traceparent: str,
+        request_id: str,
+        bearer: str | None,
+    ) -> Reply:
+        raw = encode_body(body) or b""
+        target = f"{self._path}{path}{self._query}"
+        head = f"POST {target} HTTP/1.1\r\n{self._head}Content-Length: {len(raw)}\r\n"
+        if (token := bearer or self._bearer) is not None:
+            if not (token.isascii() and token.isprintable()):
+                raise InvalidRequest("the API key cannot be sent in a header")
+            head += f"Authorization: Bearer {token}\r\n"
+        if traceparent and (span := TraceParent.parse(traceparent)) is not None:
+            head += f"traceparent: {span}\r\n"
+        if request_id:
+            head += f"X-Request-Id: {request_id}\r\n"
+        connection = self._take_idle() or await self._connect()
+        return connection.send(f"{head}\r\n".encode("latin-1"), raw, on_event)
+
+    def _take_idle(self) -> _Connection | None:
+        while self._idle:
+            if (connection := self._idle.pop()).is_open:
+                return connection
+        return None
+
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
+        if self._is_tls and self._tls is None:
+            self._tls = await asyncio.to_thread(ssl.create_default_context)
+        try:
+            addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            for number, address in enumerate(addresses, 1):
+                try:
+                    async with asyncio.timeout(_CONNECT_TIMEOUT_S):
+                        return await self._connect_to(address)
+                except OSError:
+                    if number == len(addresses):
+                        raise
+        except OSError as error:
+            reason = str(error) or type(error).__name__
+            raise Unreachable(f"no answer from {self.base_url}: {reason}") from error
+        raise Unreachable(f"no answer from {self.base_url}: the host has no address")
+
+    async def _connect_to(self, address: Any) -> _Connection:
+        loop = asyncio.get_running_loop()
+        sock = keepalive_socket(address)
+        try:
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address[4])
+            _, connection = await loop.create_connection(
+                lambda: _Connection(self),
+                sock=sock,
+                ssl=self._tls if self._is_tls else None,
+                server_hostname=self._host if self._is_tls else None,
+            )
+        except BaseException:
+            sock.close()
+            raise
+        self._open.add(connection)
+        return connection

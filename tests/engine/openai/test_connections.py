@@ -1,0 +1,247 @@
+"""The HTTP client of foreign servers, against servers that send scripted bytes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from parrot.engine.openai.connections import OnEvent, ServerConnections
+from parrot.protocol.errors import (
+    EngineFailed,
+    InternalError,
+    InvalidRequest,
+    ParrotError,
+    Unavailable,
+)
+from parrot.protocol.transport import Unreachable
+
+JSON_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + b'{"a":1}'
+EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+LAST = b"0\r\n\r\n"
+
+
+def piece(data: bytes) -> bytes:
+    """A chunk of a body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+class Scripted:
+    """Sends the parts of one script per request, and then waits. `b""` closes the connection."""
+
+    def __init__(self, *scripts: Sequence[bytes]) -> None:
+        self._scripts = list(scripts)
+        self.num_connections = 0
+        self.heads: list[bytes] = []
+        self.bodies: list[bytes] = []
+        self.left = asyncio.Event()  # A client has closed its connection.
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                self.heads.append(head)
+                size = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                self.bodies.append(await reader.readexactly(size))
+                for part in self._scripts.pop(0):
+                    if not part:
+                        return
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0.01)  # The client receives each part by itself.
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.left.set()
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def connected(server: Scripted, timeout_s: float = 5.0) -> AsyncIterator[ServerConnections]:
+    listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    connections = client(port, timeout_s)
+    try:
+        yield connections
+    finally:
+        await connections.close()
+        listening.close()
+
+
+def client(port: int, timeout_s: float = 5.0, token: str | None = "secret") -> ServerConnections:
+    def read_error(payload: Any, status: int, headers: Any) -> ParrotError:
+        return EngineFailed(f"{status} {payload} {headers.get('retry-after')}")
+
+    return ServerConnections(
+        f"http://127.0.0.1:{port}/v1",
+        bearer_token=token,
+        headers=None,
+        query="?v=1",
+        read_error=read_error,
+        tls=None,
+        timeout_s=timeout_s,
+    )
+
+
+def collecting(found: list[bytes]) -> OnEvent:
+    def on_event(data: bytes) -> bool:
+        found.append(data.strip())
+        return found[-1] == b"[DONE]"
+
+    return on_event
+
+
+async def test_requests_share_a_connection() -> None:
+    server = Scripted([JSON_ANSWER], [JSON_ANSWER[:30], JSON_ANSWER[30:]])
+    async with connected(server) as connections:
+        assert await connections.post("/x", {"b": "c"}) == {"a": 1}
+        assert await connections.post("/x", {}, request_id="r", bearer="other") == {"a": 1}
+    assert server.num_connections == 1
+    first, second = (head.split(b"\r\n") for head in server.heads)
+    assert first[0] == b"POST /v1/x?v=1 HTTP/1.1"
+    assert b"Authorization: Bearer secret" in first
+    assert {b"Authorization: Bearer other", b"X-Request-Id: r"} <= set(second)
+    assert server.bodies == [b'{"b":"c"}', b"{}"]
+
+
+async def test_events_arrive_in_any_parts_and_the_connection_is_used_again() -> None:
+    stream = EVENTS + piece(b"data: 1\n\ndata: 2\n") + piece(b"\ndata: [DONE]\n\n")
+    parts = [stream[:20], stream[20:95], stream[95:110], stream[110:], LAST]
+    server, found = Scripted(parts, [JSON_ANSWER]), list[bytes]()
+    async with connected(server) as connections:
+        reply = await connections.stream("/x", {}, collecting(found))
+        await reply.end()
+        assert reply.is_complete
+        assert found == [b"1", b"2", b"[DONE]"]
+        await asyncio.sleep(0.1)  # The end of the body follows the last event.
+        await connections.post("/x", {})
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ([b""], Unavailable),
+        ([JSON_ANSWER[:-1], b""], Unavailable),
+        ([b"no HTTP\r\n\r\n"], Unavailable),
+        ([b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"], Unavailable),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno"], InternalError),
+        ([b"HTTP/1.1 503 x\r\nRetry-After: 7\r\nContent-Length: 2\r\n\r\n{}"], EngineFailed),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_failed_answers(
+    script: list[bytes], error: type[ParrotError], is_stream: bool
+) -> None:
+    found: list[bytes] = []
+    async with connected(Scripted(script)) as connections:
+        if is_stream and error is InternalError:
+            reply = await connections.stream("/x", {}, collecting(found))
+            await reply.end()
+            assert not reply.is_complete
+            return
+        asked = connections.stream("/x", {}, collecting(found))
+        if not is_stream:
+            asked.close()
+            asked = connections.post("/x", {})
+        with pytest.raises(error) as raised:
+            await asked
+    assert error is not EngineFailed or "503 {} 7" in raised.value.message
+
+
+async def test_a_stream_that_is_cut_off_fails_after_its_events() -> None:
+    found: list[bytes] = []
+    async with connected(Scripted([EVENTS + piece(b"data: 1\n\n"), b""])) as connections:
+        reply = await connections.stream("/x", {}, collecting(found))
+        with pytest.raises(Unavailable, match="closed"):
+            await reply.end()
+    assert found == [b"1"]
+
+
+async def test_the_end_of_a_connection_ends_a_body_without_a_length() -> None:
+    answer = b'HTTP/1.0 200 OK\r\n\r\n{"a":1}'
+    async with connected(Scripted([answer, b""])) as connections:
+        assert await connections.post("/x", {}) == {"a": 1}
+
+
+async def test_a_first_answer_of_another_kind_is_skipped() -> None:
+    answer = b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_ANSWER
+    async with connected(Scripted([answer])) as connections:
+        assert await connections.post("/x", {}) == {"a": 1}
+
+
+@pytest.mark.parametrize("script", [[b"HTTP/1.1 "], [EVENTS + piece(b"data: 1\n\n")]])
+async def test_cancelled_requests_close_their_connection(script: list[bytes]) -> None:
+    server = Scripted(script)
+
+    async def ask() -> None:
+        reply = await connections.stream("/x", {}, collecting([]))
+        await reply.end()
+
+    async with connected(server) as connections:
+        asking = asyncio.create_task(ask())
+        await asyncio.sleep(0.1)
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert asking.cancelled()
+        async with asyncio.timeout(5):
+            await server.left.wait()
+
+
+async def test_an_error_of_the_function_fails_the_answer() -> None:
+    def refuse(data: bytes) -> bool:
+        raise EngineFailed("broken event")
+
+    server = Scripted([EVENTS + piece(b"data: 1\n\n")])
+    async with connected(server) as connections:
+        reply = await connections.stream("/x", {}, refuse)
+        with pytest.raises(EngineFailed, match="broken event"):
+            await reply.end()
+        async with asyncio.timeout(5):
+            await server.left.wait()
+
+
+@pytest.mark.parametrize("script", [[], [EVENTS + piece(b"data: 1\n\n")]])
+async def test_silent_servers(script: list[bytes]) -> None:
+    async with connected(Scripted(script), timeout_s=0.1) as connections:
+        with pytest.raises(Unavailable, match=r"no data for 0\.1 s"):
+            await (await connections.stream("/x", {}, collecting([]))).end()
+
+
+async def test_a_server_that_does_not_listen_is_unreachable() -> None:
+    listening = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    listening.close()
+    await listening.wait_closed()
+    with pytest.raises(Unreachable, match="no answer from http://127"):
+        await client(port).post("/x", {})
+
+
+@pytest.mark.parametrize("token", ["a\r\nX: y", "clé"])
+async def test_keys_that_headers_cannot_contain_are_refused(token: str) -> None:
+    with pytest.raises(InvalidRequest, match="API key"):
+        await client(1, token=token).post("/x", {})
+
+
+async def test_unused_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("parrot.engine.openai.connections._MAX_IDLE_S", 0.05)
+    server = Scripted([JSON_ANSWER], [JSON_ANSWER])
+    async with connected(server) as connections:
+        await connections.post("/x", {})
+        async with asyncio.timeout(5):
+            await server.left.wait()
+        await connections.post("/x", {})
+    assert server.num_connections == 2
+
+
+def test_connections_use_the_event_loop_of_servers() -> None:
+    """uvloop's transports have other classes than asyncio's."""
+    uvloop: Any = pytest.importorskip("uvloop")
+    tests: list[Callable[[], Any]] = [
+        test_requests_share_a_connection,
+        test_events_arrive_in_any_parts_and_the_connection_is_used_again,
+        test_a_server_that_does_not_listen_is_unreachable,
+    ]
+    for test in tests:
+        uvloop.run(test())
