@@ -333,8 +333,11 @@ class ContextLedger:
     def _evict_expired(self, context: LedgerContext, now: float) -> None:
         """Evict an expired context, then each expired ancestor that has become idle."""
         for link in context.lineage():
-            is_idle = isinstance(link.owner, str) and not link.pins and not link.children
-            if not is_idle or link.last_used + self._constant_timeout_s > now:
+            if link.pins or link.children:
+                return
+            if link.retired is not None:
+                continue  # It was freed with its last fork.
+            if isinstance(link.owner, int) or link.last_used + self._constant_timeout_s > now:
                 return
             self._evict(link, FreeReason.EXPIRED)
 

@@ -118,6 +118,47 @@ class Histories(RuleBasedStateMachine):
         self.book.retire(context, with_ancestors=data.draw(st.booleans()))
         self.book.unpin(context)
 
+    @precondition(lambda self: self.usable())
+    @rule(
+        data=st.data(),
+        owner=st.sampled_from([1, "acme", "rival"]),
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=4),
+    )
+    def chain(self, data: st.DataObject, owner: Owner, keys: list[bytes]) -> None:
+        """Calls that continue each other, beginning with a context that exists."""
+        parent = data.draw(st.sampled_from(self.usable()))
+        for key in keys:
+            length = parent.length + 5
+            context = self.book.open(
+                parent.engine_id,
+                owner,
+                [Boundary(key, length, 0)],
+                length=length,
+                parent=parent,
+                parent_len=parent.length,
+                tenant=str(owner),
+                is_pinned=True,
+            )
+            self.opened.add(context.id)
+            self.book.finish_generation(context, length, None, SOURCE)
+            self.book.unpin(context)
+            parent = context
+
+    def usable(self) -> list[LedgerContext]:
+        return [c for c in self.contexts() if c.retired is None and not c.reserved]
+
+    @precondition(lambda self: self.forked())
+    @rule(data=st.data())
+    def retire(self, data: st.DataObject) -> None:
+        """As when an engine reports that the context is broken."""
+        self.book.retire(data.draw(st.sampled_from(self.forked())))
+
+    def forked(self) -> list[LedgerContext]:
+        return [context for context in self.contexts() if context.children]
+
+    def contexts(self) -> list[LedgerContext]:
+        return [c for memory in self.book._memories.values() for c in memory.contexts.values()]
+
     @precondition(lambda self: self.running)
     @rule(data=st.data(), tenant=st.sampled_from(["acme", "rival"]))
     def share(self, data: st.DataObject, tenant: str) -> None:
@@ -129,19 +170,18 @@ class Histories(RuleBasedStateMachine):
         left = self.book.owners.of_session(session)
         assert all(context.retired for context in left)
 
-    @rule(engine_id=st.sampled_from(ENGINES))
-    def lose_engine(self, engine_id: int) -> None:
+    @rule(engine_id=st.sampled_from(ENGINES), is_lost=st.booleans())
+    def lose_memory(self, engine_id: int, is_lost: bool) -> None:
+        if not is_lost:
+            self.book.evict_idle(engine_id)
+            return
         self.collect()
         self.gone.update(self.book._memories[engine_id].contexts)
         self.book.remove_engine(engine_id)
         self.running = [c for c in self.running if c.engine_id != engine_id]
         self.add_engine(engine_id)
 
-    @rule(engine_id=st.sampled_from(ENGINES))
-    def evict(self, engine_id: int) -> None:
-        self.book.evict_idle(engine_id)
-
-    @rule(seconds=st.integers(1, 200))
+    @rule(seconds=st.sampled_from([1, 60, 200]))
     def wait(self, seconds: int) -> None:
         self.book.later(seconds)
         self.book.expire()

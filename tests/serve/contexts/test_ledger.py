@@ -214,6 +214,17 @@ def test_a_constant_with_forks_does_not_expire(book: Book) -> None:
     assert constant.id in freed(book)
 
 
+def test_a_retired_ancestor_of_an_expired_context_is_freed_once(book: Book) -> None:
+    root = book.add("r", 10, owner="acme")
+    broken = book.add("b", 10, root, owner="acme")
+    leaf = book.add("l", 5, broken, owner="acme")
+    book.retire(broken)
+    book.later(1000)
+    book.expire()
+    assert freed(book) == [leaf.id, broken.id, root.id]
+    book.check_integrity({}, Counter())
+
+
 def test_a_lost_engine_loses_all_contexts(book: Book) -> None:
     book.add_engine(8, 100)
     root = book.add("r", 10, owner="acme")
