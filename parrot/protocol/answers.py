@@ -33,7 +33,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.bodies import BodyBudget
@@ -344,10 +344,10 @@ def create_base_app(
     *,
     max_body_memory: int = ConnectionLimits().max_body_memory,
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
-) -> FastAPI:
+) -> "BaseApp":
     """A FastAPI app with these layers around its routes, from outside in. They must include
     `own_layers`."""
-    app = _App(
+    app = BaseApp(
         title=title,
         lifespan=lifespan,
         # Our own page has access rules. FastAPI's pages also load scripts from other sites.
@@ -360,17 +360,58 @@ def create_base_app(
     return app
 
 
-class _App(FastAPI):
+class BaseApp(FastAPI):
     """An app with our layers instead of FastAPI's six. Those take 10% of ServeCore's time for a
     call and have no use for plain routes."""
 
     layers: Sequence[Layer]
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.direct = DirectRoutes(self.router)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self.middleware_stack is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["app"] = self
+        await self.middleware_stack(scope, receive, send)
+
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = self.router
+        app: ASGIApp = self.direct
         for layer in reversed(self.layers):
             app = layer(app)
         return app
+
+
+class DirectRoutes:
+    """Finds routes without path parameters by their method and path. Other requests go to the
+    router, which tries one route after another."""
+
+    def __init__(self, router: ASGIApp) -> None:
+        self._router = router
+        self._apps: dict[tuple[str, str], ASGIApp] = {}
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        app = self._router
+        if scope["type"] == "http" and not scope.get("root_path"):
+            app = self._apps.get((scope["method"], scope["path"]), app)
+        return app(scope, receive, send)
+
+    def use(self, routes: Sequence[BaseRoute]) -> None:
+        """Find these routes, which are the router's."""
+        self._apps.clear()
+        for route in routes:
+            if isinstance(route, Route) and "{" not in route.path:
+                for method in route.methods or ():
+                    scope = {"type": "http", "method": method, "path": route.path}
+                    if _first(routes, scope) is route:
+                        self._apps[method, route.path] = route.app
+
+
+def _first(routes: Iterable[BaseRoute], scope: Scope) -> BaseRoute | None:
+    """The route that the router finds for a request."""
+    return next((one for one in routes if one.matches(scope)[0] is Match.FULL), None)
 
 
 def own_layers(
@@ -395,10 +436,9 @@ class RequestIds:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         value = b""
         for name, given in scope["headers"]:
             if name == b"x-request-id":
@@ -407,13 +447,13 @@ class RequestIds:
         value = value or b"req_%b" % os.urandom(12).hex().encode()
         scope["request_id"] = value.decode("latin-1")
 
-        async def answer(message: Message) -> None:
+        def answer(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 # OpenAI's name, then Anthropic's name.
                 message["headers"] += [(b"x-request-id", value), (b"request-id", value)]
-            await send(message)
+            return send(message)
 
-        await self._app(scope, receive, answer)
+        return self._app(scope, receive, answer)
 
 
 def request_id_of(request: Request) -> str:
@@ -436,7 +476,7 @@ class HostGuard:
         self._names = frozenset(name.lower() for name in own)
         self._is_own = lru_cache(_REMEMBERED)(self._names_us)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
             host, count = b"", 0
             for key, value in scope["headers"]:
@@ -450,9 +490,8 @@ class HostGuard:
                 error = _refusal(host)
             if error is not None:
                 response = error_response(Request(scope), error, self._error_form)
-                await response(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+                return response(scope, receive, send)
+        return self._app(scope, receive, send)
 
     def _names_us(self, header: bytes) -> bool:
         name = _without_port(header.decode("latin-1")).lower().removesuffix(".")
@@ -487,23 +526,24 @@ class BodyLimit:
         self._max_body_size = max_body_size
         self._error_form = error_form
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+            return self._app(scope, receive, send)
         declared = None
         for name, value in scope["headers"]:
             if name == b"content-length":
                 declared = value
                 break
         if declared is None:
-            await self._app(scope, self._counting(receive), send)
-        elif declared.isdigit() and int(declared) <= self._max_body_size:
-            await self._app(scope, receive, send)
-        else:
-            await self._discard_body(receive)
-            response = error_response(Request(scope), self._error(), self._error_form)
-            await response(scope, receive, send)
+            return self._app(scope, self._counting(receive), send)
+        if declared.isdigit() and int(declared) <= self._max_body_size:
+            return self._app(scope, receive, send)
+        return self._reject(scope, receive, send)
+
+    async def _reject(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._discard_body(receive)
+        response = error_response(Request(scope), self._error(), self._error_form)
+        await response(scope, receive, send)
 
     def _error(self) -> PayloadTooLarge:
         return PayloadTooLarge(
@@ -564,10 +604,10 @@ class ErrorBoundary:
             return
         has_begun = False
 
-        async def noting(message: Message) -> None:
+        def noting(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             has_begun = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, noting)

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.routing import BaseRoute
 
-from parrot.protocol.answers import Check
+from parrot.protocol.answers import BaseApp, Check
 from parrot.protocol.endpoint import Access, Endpoint, PathParameters, rules
 from parrot.protocol.public import Answer, EmptyResponse
 
@@ -63,7 +63,7 @@ def _install_description(app: FastAPI, endpoints: Sequence[Endpoint]) -> None:
 
 
 def install(
-    app: FastAPI,
+    app: BaseApp,
     endpoints: Sequence[Endpoint],
     others: Sequence[BaseRoute] = (),
     *,
@@ -80,8 +80,10 @@ def install(
     page = Endpoint("GET", "/openapi.json", openapi, "This page", access=access)
     if check is not None:
         page.checked(check)
-    app.router.routes[:] = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
-    list(rules(app.routes))
+    routes = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
+    list(rules(routes))
+    app.router.routes[:] = routes
+    app.direct.use(routes)
     _install_description(app, endpoints)
 
 

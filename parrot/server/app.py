@@ -21,7 +21,14 @@ from parrot.gateway.vendors.responses.responses import Responses
 from parrot.gateway.vendors.routes import error_form, response_endpoints, vendor_endpoints
 from parrot.journal.log import Journal
 from parrot.journal.replay import restore
-from parrot.protocol.answers import ErrorForm, Layer, RequestIds, create_base_app, own_layers
+from parrot.protocol.answers import (
+    BaseApp,
+    ErrorForm,
+    Layer,
+    RequestIds,
+    create_base_app,
+    own_layers,
+)
 from parrot.protocol.endpoint import Access
 from parrot.protocol.openapi import install
 from parrot.serve.config import CoreConfig
@@ -112,7 +119,7 @@ def empty_app(
     *,
     outer: Sequence[Layer] = (),
     inner: Sequence[Layer] = (),
-) -> FastAPI:
+) -> BaseApp:
     """An app without endpoints, with its host names and error format. `outer` and `inner` are
     layers outside and inside of all others."""
     own_names = () if config.shards is None else (config.shards.own_name,)

@@ -555,7 +555,7 @@ class _Answer:
         self._texts.append(text)
         self._contexts.append(self._context, text)
         if self._on_chunk is not None:
-            self._on_chunk(StreamChunk(ids=[], text=text, logprobs=self._logprobs.part()))
+            self._on_chunk(StreamChunk.of_valid(ids=[], text=text, logprobs=self._logprobs.part()))
 
     def response(self, queue_s: float, *, is_stream: bool) -> GenerateResponse:
         """The complete answer. Without a stream, prefill time is included in `decode_s`. If the
@@ -572,7 +572,7 @@ class _Answer:
         is_timed = is_stream and self._first_text is not None
         first_text = self._first_text if is_timed else self._started
         assert first_text is not None
-        usage = Usage(
+        usage = Usage.of_valid(
             cached_tokens=counted.cached_tokens,
             computed_tokens=counted.prompt_tokens - counted.cached_tokens,
             output_tokens=counted.completion_tokens,
@@ -581,7 +581,7 @@ class _Answer:
             decode_s=self._clock.now() - first_text,
         )
         text = "".join(texts)
-        return GenerateResponse(
+        return GenerateResponse.of_valid(
             generated_text=text,
             generated_ids=[],
             finish_reason=self._reason,

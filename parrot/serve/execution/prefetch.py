@@ -264,7 +264,7 @@ class Prefetcher:
 
     async def _fill(self, job: _PrefetchJob, piece: FillPiece) -> None:
         completion = job.completion
-        request = FillRequest.model_construct(
+        request = FillRequest.of_valid(
             **dict(piece),
             session_id=completion.session_id,
             task_id=completion.id,

@@ -69,8 +69,7 @@ def open_request(
     context = prompt.open_context(run.owner, reserved=max_output, is_pinned=True)
     attempt.context = context
     ledger.evict_to_capacity(engine.id, completion.options.tenant)
-    # All fields are given, because each missing one costs 5 calls.
-    return GenerateRequest.model_construct(
+    return GenerateRequest.of_valid(
         session_id=completion.session_id,
         task_id=completion.id,
         attempt=run.stats.attempts,
@@ -84,14 +83,10 @@ def open_request(
         client_key=completion.options.client_key,
         conversation=attempt.conversation,
         context_id=context.id,
-        parent_context_id=NO_PARENT,
-        parent_len=None,
-        end_flag=False,
         fills=prompt.fills,
         sampling_config=attempt.sampling,
         resumed_ids=attempt.resumed_ids,
         drafts=drafts,
-        channel="",
     )
 
 
@@ -212,7 +207,7 @@ class _Prompt:
         )
         self.attempt.opened.append(context)
         self.fills.append(
-            FillPiece.model_construct(
+            FillPiece.of_valid(
                 context_id=context.id,
                 parent_context_id=NO_PARENT if self.parent is None else self.parent.id,
                 parent_len=None if self.parent is None else self.length,
