@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+import pytest_rerunfailures
 
 from tests.support.postgres import Server, running_server
 from tests.support.warm_servers import WarmServers
@@ -37,6 +38,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail if a test is skipped for want of something that installing Parrot brings",
     )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """pytest-rerunfailures asks the first process at each test, byte by byte, whether the test has
+    ended a worker before. Here a test that ends its worker fails at once."""
+    if hasattr(config, "workerinput") and hasattr(config, "failures_db"):
+        config.failures_db.sock.close()
+        config.failures_db = pytest_rerunfailures.StatusDB()
 
 
 @pytest.fixture(autouse=True, scope="session")
