@@ -13,6 +13,7 @@ MAX_NESTED = 2**15  # Arrays and objects in a body.
 MAX_ESCAPES = 2**23  # Backslashes in a body. Eight million take 0.03 s to parse.
 # Bytes of a body that get only a rough upper bound at first. Scanning them takes 1 to 2 ms.
 _MAX_UNREAD = 2**20
+_KEY_BYTES = 4  # Bytes that a key and its value take at least.
 
 
 _MOST = (MAX_VALUES, MAX_KEYS, MAX_NESTED)
@@ -24,9 +25,11 @@ class JsonMeter:
     chunks. Invalid JSON gives arbitrary counts."""
 
     def __init__(self) -> None:
-        self._most = [0, 0, 0]  # Upper bounds of the counts, as if the body had no strings.
+        self._size = 0  # Bytes.
+        # Upper bounds of the counts, as if the body had no strings.
+        self._most_nested = self._most_values = self._most_keys = 0
         self._unread: list[bytes] = []  # First chunks, which only have upper bounds.
-        self._num_unread = 0  # Bytes of these chunks.
+        self._num_bounded = 0  # Of these chunks, those in the bounds of values and keys.
         self._counts = [0, 0, 0]
         self._num_escapes = 0
         self._is_string = False  # The next byte is inside a string.
@@ -34,20 +37,30 @@ class JsonMeter:
 
     def feed(self, piece: bytes) -> None:
         """Count the next chunk. Raises `PayloadTooLarge` above a limit."""
-        self._num_escapes += piece.count(b"\\")
+        self._size += len(piece)
+        self._num_escapes += _number(b"\\", piece)
         if self._num_escapes > MAX_ESCAPES:
             raise PayloadTooLarge(f"the request body has more than {MAX_ESCAPES} escapes in texts")
-        self._num_unread += len(piece)
-        if self._num_unread <= _MAX_UNREAD:
+        if self._size <= _MAX_UNREAD:
             self._unread.append(piece)
-            self._most = [most + new for most, new in zip(self._most, _signs(piece), strict=True)]
-            if all(most <= limit for most, limit in zip(self._most, _MOST, strict=True)):
+            self._most_nested += _number(b"[", piece) + _number(b"{", piece)
+            if self._most_nested <= _MOST[2] and self._has_few_values():
                 return
-            self._num_unread, piece = _MAX_UNREAD + 1, b""
+            self._size, piece = _MAX_UNREAD + 1, b""  # The following chunks are counted.
         for one in self._unread:
             self._count(one)
         self._unread.clear()
         self._count(piece)
+
+    def _has_few_values(self) -> bool:
+        max_values, max_keys, _ = _MOST
+        if self._size <= min(max_values, _KEY_BYTES * max_keys):
+            return True
+        for piece in self._unread[self._num_bounded :]:
+            self._most_values += _number(b",", piece)
+            self._most_keys += _number(b":", piece)
+        self._num_bounded = len(self._unread)
+        return self._most_values <= max_values and self._most_keys <= max_keys
 
     def _count(self, piece: bytes) -> None:
         piece = (self._held + piece).replace(rb"\\", b"")
@@ -64,7 +77,12 @@ class JsonMeter:
 
 def _signs(text: bytes) -> tuple[int, int, int]:
     """The numbers of commas, colons and opening brackets."""
-    return text.count(b","), text.count(b":"), text.count(b"[") + text.count(b"{")
+    return _number(b",", text), _number(b":", text), _number(b"[", text) + _number(b"{", text)
+
+
+def _number(sign: bytes, text: bytes) -> int:
+    """As `text.count(sign)`, which takes 10 times as long for a rare sign."""
+    return len(text) - len(text.replace(sign, b""))
 
 
 class BodyBudget:

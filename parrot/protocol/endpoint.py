@@ -354,15 +354,11 @@ async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
 
 
 async def read_json(
-    request: Request,
-    rules: BodyRules = ANY_BODY,
-    check: Callable[[Any], None] | None = None,
-    max_unchecked: int = 0,
+    request: Request, rules: BodyRules = ANY_BODY, check: Callable[[Any], None] | None = None
 ) -> Any:
     """The request's JSON body, or {} if it is empty. orjson rejects NaN, lone surrogates and deep
-    nesting, and `check` may reject more. `check` is skipped for a body with at most `max_unchecked`
-    brackets. Each pass over a large body takes about 10 ms, so other requests may run between two
-    passes.
+    nesting, and `check` may reject more. Each pass over a large body takes about 10 ms, so other
+    requests may run between two passes.
 
     The content type must be JSON. An empty body needs no type, except from a browser, which sends
     `Origin` with each POST. A page of another site can make a browser send any other type. Before
@@ -385,7 +381,7 @@ async def read_json(
     if isinstance(payload, dict) and len(payload) > _MAX_FIELDS:
         # Check before validation, whose error would list each unknown field.
         raise InvalidRequest(f"the body has more than {_MAX_FIELDS} fields")
-    if check is not None and raw.count(b"[") + raw.count(b"{") > max_unchecked:
+    if check is not None:
         if is_large:
             await asyncio.sleep(0)
         check(payload)

@@ -214,7 +214,7 @@ class VendorEndpoint(Endpoint):
         ignored, because clients put meaningless fields there."""
         if self.method != "POST":
             return dict(request.query_params)
-        return await read_json(request, check=require_shallow, max_unchecked=_MAX_DEPTH)
+        return await read_json(request, check=require_shallow)
 
     def _failed(self, error: ParrotError, request_id: str) -> Response:
         status, body = self._error_body(error, request_id)

@@ -295,8 +295,8 @@ def _has_fixed_length(sampling: SamplingConfig) -> bool:
 def function_key(completion: Completion) -> int:
     """The key of the statistics of an output: a hash of the cache salt and the template text before
     the output. A hash, so that statistics do not keep templates in memory."""
-    texts = tuple([piece.text for piece in completion.fill if isinstance(piece, TextPiece)])
-    return hash((completion.options.cache_salt, texts))
+    digests = tuple([piece.digest for piece in completion.fill if isinstance(piece, TextPiece)])
+    return hash((completion.options.cache_salt, digests))
 
 
 def _prompt_tokens(piece: Piece, tokens_per_char: float) -> float:
