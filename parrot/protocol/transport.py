@@ -296,6 +296,10 @@ class EventParser:
 
     def feed(self, chunk: bytes) -> list[tuple[str, bytes]]:
         """The events (name, data) that the chunk completes."""
+        if not (self._size or self._data) and chunk.startswith(b"data:"):
+            data, end, rest = chunk[5:].partition(b"\n\n")
+            if data and end and not rest and b"\n" not in data and self._name == "message":
+                return [("message", data.removesuffix(b"\r"))]  # Nearly all chunks are one event.
         self._size += len(chunk)
         if self._size + len(self._data) > _MAX_SSE_EVENT:
             raise InternalError("an event of the stream is too large")

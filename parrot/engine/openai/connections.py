@@ -47,6 +47,7 @@ class Reply:
         self.has_events = False
         self.is_complete = False  # `on_event` has received the last event.
         self.status = 0
+        self.is_stream = False  # The body consists of events.
         self.headers: dict[str, str] = {}
         self.body: list[bytes] = []  # Of an answer that is not a stream of events.
         self.size = 0
@@ -72,9 +73,10 @@ class Reply:
         if not self.over.done():
             self._connection.abort()
 
-    @property
-    def is_stream(self) -> bool:
-        return self._on_event is not None and self.status < 300
+    def begin(self, status: int) -> None:
+        """The head of the answer has arrived."""
+        self.status = status
+        self.is_stream = self._on_event is not None and 200 <= status < 300
 
     def feed(self, data: bytes) -> None:
         """More of the answer's body."""
@@ -212,7 +214,7 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         if self._reply is not None:
-            self._reply.status = self._parser.get_status_code()
+            self._reply.begin(self._parser.get_status_code())
 
     def on_body(self, body: bytes) -> None:
         if self._reply is not None:

@@ -1,13 +1,15 @@
 """The fields of a foreign server's answer that Parrot does not know."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel
+from parrot.engine.openai.wire import ServerAnswer, WireAnswer, WireChoice, WireMessage
 
-from parrot.engine.openai.wire import ServerAnswer
-
+# Fields that each answer has, and that Parrot sets itself.
 _OWN = frozenset({"id", "object", "created", "model", "role", "index", "total_tokens"})
-"""Fields that each answer has, and that Parrot sets itself."""
+_OF_ANSWER = _OWN | WireAnswer.__annotations__.keys()
+_OF_CHOICE = _OWN | WireChoice.__annotations__.keys()
+_OF_MESSAGE = _OWN | WireMessage.__annotations__.keys()
 
 
 class AnswerExtra:
@@ -19,13 +21,20 @@ class AnswerExtra:
         self._found: dict[str, dict[str, Any]] = {}
 
     def add(self, chunk: ServerAnswer) -> None:
-        choice = chunk.choices[0] if chunk.choices else None
-        message = None if choice is None else choice.message or choice.delta
-        for place, part in (("answer", chunk), ("usage", chunk.usage), ("choice", choice)):
-            if part is not None and part.__pydantic_extra__ and (fields := _unknown(part)):
-                self._found.setdefault(place, {}).update(fields)
-        if message is not None and message.__pydantic_extra__ and (fields := _unknown(message)):
-            self._message.append(fields)
+        fields, choice, message, _ = chunk
+        if not fields.keys() <= _OF_ANSWER:
+            self._keep("answer", _unknown(fields, _OF_ANSWER))
+        if (usage := fields.get("usage")) is not None:
+            self._keep("usage", _unknown(usage.model_extra or {}, _OWN))
+        if choice is not None and not choice.keys() <= _OF_CHOICE:
+            self._keep("choice", _unknown(choice, _OF_CHOICE))
+        is_known = message is None or message.keys() <= _OF_MESSAGE
+        if not is_known and (found := _unknown(message or {}, _OF_MESSAGE)):
+            self._message.append(found)
+
+    def _keep(self, place: str, fields: dict[str, Any]) -> None:
+        if fields:
+            self._found.setdefault(place, {}).update(fields)
 
     def fields(self) -> dict[str, Any] | None:
         """The fields by the object that contains them; None: there are none."""
@@ -33,8 +42,5 @@ class AnswerExtra:
         return found or None
 
 
-def _unknown(part: BaseModel) -> dict[str, Any]:
-    extra = part.model_extra or {}
-    if extra.keys() <= _OWN:
-        return {}
-    return {k: v for k, v in extra.items() if k not in _OWN and v not in (None, [], "")}
+def _unknown(part: Mapping[str, Any], known: frozenset[str]) -> dict[str, Any]:
+    return {k: v for k, v in part.items() if k not in known and v not in (None, [], "")}

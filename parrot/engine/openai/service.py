@@ -539,11 +539,12 @@ class _Answer:
     def add(self, chunk: ServerAnswer) -> None:
         self._usage = chunk.usage or self._usage
         self._extra.add(chunk)
-        if not chunk.choices:
+        if chunk.choice is None:
             return
         self._reason = chunk.finish_reason or self._reason
         self._stop_string = chunk.stop_string or self._stop_string
-        self._logprobs.add(chunk.logprobs)
+        if (logprobs := chunk.logprobs) is not None:
+            self._logprobs.add(logprobs)
         self._append(chunk.text if self._writer is None else chunk.written(self._writer))
 
     def _append(self, text: str) -> None:
@@ -597,7 +598,7 @@ def _question(context: TextContext, request: GenerateRequest) -> Question:
     is_first = request.attempt <= 1 or not request.request_id
     number = "" if is_first else f"-attempt{request.attempt}"
     return Question(
-        context.text(),
+        "" if request.conversation is not None else context.text(),
         request.sampling_config,
         request.cache_salt,
         request.priority,

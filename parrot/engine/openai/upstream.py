@@ -446,7 +446,7 @@ class Upstream:
         finally:
             self._ids.release(request_id)
         answer = parse_answer(payload)
-        if not answer.choices:
+        if answer.choice is None:
             raise EngineFailed("the server behind this engine sent an answer without a choice")
         return answer
 

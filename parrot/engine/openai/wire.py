@@ -5,10 +5,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from math import hypot, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict
 
 from parrot.engine.openai.dialects import Dialect
 from parrot.engine.openai.logprobs import ChoiceLogprobs, logprob_fields
@@ -238,25 +239,26 @@ def _response_format(dialect: Dialect, schema: dict[str, Any] | str) -> dict[str
 _OPEN = ConfigDict(extra="allow")  # Unknown fields are kept for the client.
 
 
-class _Message(BaseModel):
-    model_config = _OPEN
-
-    content: str | None = None
-    refusal: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None  # vLLM's name of `reasoning_content`.
-    tool_calls: list[CallDelta] | None = None
+# Answers are validated into dicts, because each attribute of a model takes as long as 10 keys.
 
 
-class _Choice(BaseModel):
-    model_config = _OPEN
+@with_config(_OPEN)
+class WireMessage(TypedDict, total=False):
+    content: str | None
+    refusal: str | None
+    reasoning_content: str | None
+    reasoning: str | None  # vLLM's name of `reasoning_content`.
+    tool_calls: list[CallDelta] | None
 
-    text: str | None = None
-    message: _Message | None = None
-    delta: _Message | None = None
-    finish_reason: str | None = None
-    logprobs: ChoiceLogprobs | None = None
-    stop_reason: str | int | None = None  # vLLM: the stop string or token that ended the text.
+
+@with_config(_OPEN)
+class WireChoice(TypedDict, total=False):
+    text: str | None
+    message: WireMessage | None
+    delta: WireMessage | None
+    finish_reason: str | None
+    logprobs: ChoiceLogprobs | None
+    stop_reason: str | int | None  # vLLM: the stop string or token that ended the text.
 
 
 class _PromptDetails(BaseModel):
@@ -276,70 +278,77 @@ class WireUsage(BaseModel):
         return min((details and details.cached_tokens) or 0, self.prompt_tokens)
 
 
-class ServerAnswer(BaseModel):
-    """A complete answer, or one chunk of a stream."""
+@with_config(_OPEN)
+class WireAnswer(TypedDict, total=False):
+    choices: list[WireChoice]
+    usage: WireUsage | None
 
-    model_config = _OPEN
 
-    choices: list[_Choice] = []
-    usage: WireUsage | None = None
+class ServerAnswer(NamedTuple):
+    """A complete answer, or one chunk of a stream. Only the first choice is used."""
+
+    fields: WireAnswer
+    choice: WireChoice | None = None  # None: the chunk has no choice.
+    message: WireMessage | None = None
+    finish_reason: FinishReason | None = None  # None before the end.
+
+    @property
+    def usage(self) -> WireUsage | None:
+        return self.fields.get("usage")
 
     @property
     def text(self) -> str:
-        if not self.choices:
-            return ""
-        choice = self.choices[0]
-        message = choice.message or choice.delta
-        return choice.text or (message and message.content) or ""
+        of_choice = None if self.choice is None else self.choice.get("text")
+        return of_choice or (self.message and self.message.get("content")) or ""
 
     def written(self, writer: AnswerWriter) -> str:
         """The text of all parts of the answer, from `writer`."""
-        if not self.choices:
+        message = self.message
+        if message is None:
             return ""
-        choice = self.choices[0]
-        if (message := choice.message or choice.delta) is None:
-            return ""
-        reasoning = message.reasoning_content or message.reasoning or ""
-        text = choice.text or message.content or ""
-        return writer.add(reasoning, text, message.tool_calls or [])
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+        return writer.add(reasoning, self.text, message.get("tool_calls") or [])
 
     @property
     def logprobs(self) -> ChoiceLogprobs | None:
-        return self.choices[0].logprobs if self.choices else None
+        return None if self.choice is None else self.choice.get("logprobs")
 
     @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text, if the server reports it."""
-        reason = self.choices[0].stop_reason if self.choices else None
+        reason = None if self.choice is None else self.choice.get("stop_reason")
         return reason if isinstance(reason, str) else None
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """None before the end. Raises `EngineFailed` if the server aborted the text."""
-        reason = self.choices[0].finish_reason if self.choices else None
-        if reason is None:
-            return None
-        if reason in _UNFINISHED:
-            raise EngineFailed(f"the server behind this engine ended the text: {reason}")
-        return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
 _UNFINISHED = frozenset({"content_filter", "abort", "error", "function_call"})
 
 
+_VALIDATOR = TypeAdapter(WireAnswer).validator
+
+
 def parse_answer(payload: Any) -> ServerAnswer:
-    """Raises `EngineFailed` if the payload is not an OpenAI answer, or if the model refused."""
+    """Raises `EngineFailed` if the payload is not an OpenAI answer, if the model refused, or if the
+    server aborted the text."""
     try:
-        answer = ServerAnswer.model_validate(payload)
+        fields: WireAnswer = _VALIDATOR.validate_python(payload)
     except ValidationError:
         raise EngineFailed(
             "the server behind this engine sent an answer that is not in OpenAI's format"
         ) from None
-    for choice in answer.choices[:1]:
-        message = choice.message or choice.delta
-        if message is not None and message.refusal:
-            raise EngineFailed(f"the model refused: {message.refusal[:200]}")
-    return answer
+    if not (choices := fields.get("choices")):
+        return ServerAnswer(fields)
+    choice = choices[0]
+    message = choice.get("message") or choice.get("delta")
+    if message and (refusal := message.get("refusal")):
+        raise EngineFailed(f"the model refused: {refusal[:200]}")
+    reason = choice.get("finish_reason")
+    return ServerAnswer(fields, choice, message, None if reason is None else _finish_reason(reason))
+
+
+def _finish_reason(reason: str) -> FinishReason:
+    if reason in _UNFINISHED:
+        raise EngineFailed(f"the server behind this engine ended the text: {reason}")
+    return FinishReason.LENGTH if reason == "length" else FinishReason.STOP
 
 
 class _Embedding(BaseModel):
