@@ -525,12 +525,12 @@ class Dispatcher:
     # Changes of runs
 
     def _on_change(self, run: Run) -> None:
-        if run.state is RunState.QUEUED:
-            if not self._scheduler.engines.num_members(run.models):
-                self._grace.start(run.models, self._clock.now())
-            if run.last_failure:
-                self.events.emit(CompletionRetried, run.completion, run.last_failure)
-                run.last_failure = ""
+        is_queued = run.state is RunState.QUEUED
+        if is_queued and not self._scheduler.engines.num_members(run.models):
+            self._grace.start(run.models, self._clock.now())
+        if run.last_failure and run.state in (RunState.QUEUED, RunState.DELAYED):
+            self.events.emit(CompletionRetried, run.completion, run.last_failure)
+            run.last_failure = ""
         if run.state is RunState.PLACED:  # The pump placed it, so the pump runs already.
             self._on_placed(run)
         else:

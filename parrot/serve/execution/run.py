@@ -57,6 +57,7 @@ class RetriesExhausted(EngineFailed):
 class RunState(StrEnum):
     NEW = auto()
     QUEUED = auto()  # The run is in the scheduler's queue.
+    DELAYED = auto()  # The run waits before its last attempt. The scheduler does not have it.
     PLACED = auto()  # The run has an attempt on an engine.
     WITHDRAWN = auto()  # The run has no waiters. Its partial output is kept, and may be continued.
     ENDED = auto()  # The run has finished, failed, or was cancelled.
@@ -234,8 +235,8 @@ class Run(CompletionTask):
             self.num_lost, self.lost_at = self.num_lost + 1, now
         self.last_failure = "the engine was lost"
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until the next attempt may be sent. Only the last attempt must wait."""
+    def delay_s(self, now: float) -> float:
+        """Seconds until the next attempt may be placed. Only the last attempt must wait."""
         is_last = self.num_lost == _MAX_ENGINE_LOSSES - 1
         return max(0.0, self.lost_at + _LAST_ATTEMPT_DELAY_S - now) if is_last else 0.0
 

@@ -8,11 +8,15 @@ The dispatcher adds runs, and calls `place` for each run that the scheduler has 
     NEW               QUEUED       the run is added
     QUEUED            PLACED       the scheduler has chosen an engine, and an attempt starts
     PLACED            QUEUED       the attempt failed, or its engine was lost
+    PLACED            DELAYED      the same, and only one attempt is left
+    DELAYED           QUEUED       the delay has passed
     PLACED            ENDED        the engine has returned the result
-    QUEUED, PLACED    ENDED        the run failed, or its last waiter was cancelled
-    QUEUED, PLACED    WITHDRAWN    the last waiter was withdrawn, and the output can be continued
-    WITHDRAWN         QUEUED       the completion was submitted again
+    live              ENDED        the run failed, or its last waiter was cancelled
+    live              WITHDRAWN    the last waiter was withdrawn, and the output can be continued
+    WITHDRAWN         QUEUED       the completion was submitted again (or DELAYED)
     WITHDRAWN         ENDED        the session ended, or its completion joined an identical run
+
+QUEUED, DELAYED and PLACED are live. Only a placed run uses a slot of an engine.
 
 Example: completions A and B have the same greedy prompt.
 
@@ -56,8 +60,12 @@ logger = logging.getLogger(__name__)
 # Largest number of completions that share one run. All waiters are updated in one turn of the event
 # loop, so a larger value makes the longest turn longer.
 _MAX_WAITERS = 64
-# The states of queued and placed runs, and the states of their waiters.
-_LIVE_STATES = {RunState.QUEUED: CompletionState.QUEUED, RunState.PLACED: CompletionState.RUNNING}
+# The states of live runs, and the states of their waiters.
+_LIVE_STATES = {
+    RunState.QUEUED: CompletionState.QUEUED,
+    RunState.DELAYED: CompletionState.QUEUED,
+    RunState.PLACED: CompletionState.RUNNING,
+}
 
 
 class RunTable:
@@ -88,7 +96,7 @@ class RunTable:
         self._on_failed = on_failed
         self._exchange = Exchange(ledger, clock)
         self._tasks = TaskSet()
-        self._live: dict[Run, None] = {}  # Queued and placed runs.
+        self._live: dict[Run, None] = {}
         self._run_by_waiter: dict[int, Run] = {}  # By the id of the waiting completion.
         # The live run that identical completions join.
         self._by_result_key: dict[bytes, Run] = {}
@@ -96,7 +104,7 @@ class RunTable:
         self._withdrawn: defaultdict[int, dict[int, Run]] = defaultdict(dict)
 
     def __iter__(self) -> Iterator[Run]:
-        """Iterate over a copy of the queued and placed runs."""
+        """Iterate over a copy of the live runs."""
         return iter(list(self._live))
 
     # Completions
@@ -121,7 +129,7 @@ class RunTable:
         if run.state is RunState.WITHDRAWN:
             run.completion = completion  # The run's first completion may be finished.
             run.refresh()
-            self._set_state(run, RunState.QUEUED)
+            self._queue_again(run)
             return True
         self._update_waiter(run, completion)
         self._update(run)
@@ -206,7 +214,7 @@ class RunTable:
             is_suspect = may_be_cause and not was_stalled
             run.count_lost_engine(self._clock.now(), is_suspect=is_suspect)
             if run.has_retries_left and not run.is_cut_off(attempt):
-                self._set_state(run, RunState.QUEUED)
+                self._queue_again(run)
             else:
                 self._set_state(run, RunState.ENDED)
                 given_up.append(run)
@@ -276,6 +284,21 @@ class RunTable:
             for waiter in run.waiters:
                 self._update_waiter(run, waiter)
         self._on_change(run)
+
+    def _queue_again(self, run: Run) -> None:
+        """Queue the run for its next attempt, the last one after a delay."""
+        if delay_s := run.delay_s(self._clock.now()):
+            self._set_state(run, RunState.DELAYED)
+            name = f"delay of completion {run.completion.id}"
+            self._tasks.spawn(self._end_delay(run, delay_s), name=name)
+        else:
+            self._set_state(run, RunState.QUEUED)
+
+    async def _end_delay(self, run: Run, delay_s: float) -> None:
+        await self._clock.sleep(delay_s)
+        if run.state is RunState.DELAYED:
+            run.refresh()
+            self._set_state(run, RunState.QUEUED)
 
     def _notify_scheduler(self, run: Run, before: RunState) -> None:
         scheduler, attempt = self._scheduler, run.attempt
@@ -393,8 +416,6 @@ class RunTable:
         """Ping the engine before the request of a run that has lost engines. A run is not blamed
         for engines that died before, or together with, an earlier one. False: the engine is lost,
         and the run is queued again."""
-        if wait_s := run.wait_s(self._clock.now()):
-            await self._clock.sleep(wait_s)
         return await self._fleet.check_reachable(attempt.engine)
 
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
@@ -426,7 +447,7 @@ class RunTable:
         if should_retry(run, attempt, error, is_suspect=not was_stalled, is_busy=is_busy):
             if isinstance(error, OutOfMemory):
                 self._ledger.evict_idle(attempt.engine.id)
-            self._set_state(run, RunState.QUEUED)
+            self._queue_again(run)
         else:
             self.fail(run, final_error(attempt.engine, error))
         self._on_failed(attempt.engine, error)

@@ -359,10 +359,8 @@ class ModelTemplate:
         self._budget = environment.budget
         self.source = template
         self._tokens = {"bos_token": bos, "eos_token": eos}
-        # By whether a system message exists.
-        self._openings: dict[bool, tuple[str, ...] | InvalidRequest] = {}
-        self._later: list[tuple[str, str]] = []  # markup around the second user message, third, ..
-        self._no_later: InvalidRequest | None = None  # why there is no markup of later turns
+        # By the number of turns, and whether a system message exists.
+        self._markup: dict[tuple[int, bool], tuple[str, ...] | InvalidRequest] = {}
         self._cpu_s = 0.0  # the CPU time of recent renderings
 
     def learn(self) -> None:
@@ -385,35 +383,23 @@ class ModelTemplate:
 
         or without `m[0] system`. Raises `InvalidRequest` if the template does not show each message
         once and in order, or has no system message."""
-        parts = list(self._opening(has_system))
-        while len(self._later) < min(num_turns, _NUM_RENDERED) - 1:
-            self._later.append(self._next_turn())
-        for turn in range(num_turns - 1):
-            parts += self._later[min(turn, _NUM_RENDERED - 2)]
-        return tuple(parts)
+        parts = list(self._rendered(1, has_system))
+        for turn in range(2, min(num_turns, _NUM_RENDERED) + 1):
+            parts += self._rendered(turn)[-2:]
+        return tuple(parts + parts[-2:] * (num_turns - _NUM_RENDERED))
 
-    def _opening(self, has_system: bool) -> tuple[str, ...]:
-        found = self._openings.get(has_system)
+    def _rendered(self, num_turns: int, has_system: bool = False) -> tuple[str, ...]:
+        """The markup of the first `num_turns` turns, or the error, rendered once."""
+        found = self._markup.get((num_turns, has_system))
         if found is None:
             try:
-                found = self._render(1, has_system)
+                found = self._render(num_turns, has_system)
             except InvalidRequest as error:
                 found = error
-            self._openings[has_system] = found
+            self._markup[num_turns, has_system] = found
         if isinstance(found, InvalidRequest):
-            raise _again(found)
+            raise InvalidRequest(found.message, param="chat")
         return found
-
-    def _next_turn(self) -> tuple[str, str]:
-        """The markup around the user message of the first turn that was not rendered yet."""
-        if self._no_later is None:
-            try:
-                before, after = self._render(len(self._later) + 2)[-2:]
-            except InvalidRequest as error:
-                self._no_later = error
-            else:
-                return before, after
-        raise _again(self._no_later)
 
     @cached_property
     def strips(self) -> bool:
@@ -471,11 +457,6 @@ class ModelTemplate:
         finally:
             self._cpu_s = max(_DECAY * self._cpu_s, thread_time() - began)
         return text
-
-
-def _again(error: InvalidRequest) -> InvalidRequest:
-    """The error for another request, without the traceback of the first one."""
-    return InvalidRequest(str(error), param="chat")
 
 
 def _message(role: str, content: str) -> dict[str, str]:

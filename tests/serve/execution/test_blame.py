@@ -2,8 +2,9 @@
 
 import pytest
 
-from parrot.protocol.errors import EngineFailed, Unavailable
+from parrot.protocol.errors import Cancelled, EngineFailed, Unavailable
 from parrot.protocol.transport import Unreachable
+from parrot.serve.graph.nodes import CompletionState
 from tests.serve.execution.world import World, error_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
@@ -155,3 +156,68 @@ async def test_the_last_attempt_waits_until_dying_engines_are_dead(world: World)
     assert world.dispatcher.fleet.views() == []
     await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
     assert await completion.output.wait() == "ab"
+
+
+async def test_a_call_that_waits_for_its_last_attempt_uses_no_engine(world: World) -> None:
+    """Another call runs on the only slot, and the wait counts as time in the queue."""
+    names = ("one", "two", "three")
+    hanging = [fake_engine(n, script=Script(hang_after=0), tasks_capacity=1) for n in names]
+    for engine in hanging[:2]:
+        await world.join(engine)
+    completion = world.submit("Go")
+    for number in (0, 1):
+        await world.settle()
+        world.lose(number)
+    lost_at = world.clock.now()
+    await world.join(hanging[2])
+    await world.settle()
+    assert completion.state is CompletionState.QUEUED
+    assert completion.stats.attempts == 2
+    other = world.submit("Other")
+    await world.settle()
+    assert other.state is CompletionState.RUNNING
+    hanging[2].resume.set()
+    await world.settle()
+    assert other.state is CompletionState.DONE
+    await world.clock.advance(0.5)
+    assert completion.state is CompletionState.QUEUED
+    await world.clock.advance(0.5)
+    assert await completion.output.wait()
+    assert completion.times.started == lost_at + 1.0
+    assert completion.stats.attempts == 3
+
+
+async def test_a_call_is_withdrawn_while_it_waits_for_its_last_attempt(world: World) -> None:
+    """When it is submitted again, it continues its output, and still waits."""
+    first = Script(text=lambda _: "abc", steps=3, hang_after=2)
+    scripts = {"one": first, "two": Script(hang_after=0)}
+    numbers = [await world.join(fake_engine(n, script=script)) for n, script in scripts.items()]
+    completion = world.submit("Go", stream=True)
+    for number in numbers:
+        await world.settle()
+        world.lose(number)
+    await world.clock.advance(0.5)
+    assert completion.state is CompletionState.QUEUED
+    world.withdraw(completion)
+    world.dispatcher.check_integrity()
+    await world.join(last := fake_engine("last", script=Script(text=lambda _: "c")))
+    world.dispatcher.submit(completion)
+    await world.settle()
+    assert not last.requests
+    await world.clock.advance(0.5)
+    assert await completion.output.wait() == "abc"
+
+
+async def test_a_call_is_cancelled_while_it_waits_for_its_last_attempt(world: World) -> None:
+    engines = [fake_engine(name, script=Script(hang_after=0)) for name in ("one", "two")]
+    numbers = [await world.join(engine) for engine in engines]
+    completion = world.submit("Go")
+    for number in numbers:
+        await world.settle()
+        world.lose(number)
+    await world.join(last := fake_engine("last"))
+    world.dispatcher.cancel(completion, Cancelled("enough"))
+    world.dispatcher.check_integrity()
+    await world.clock.advance(1.0)
+    assert not last.requests
+    assert isinstance(await error_of(completion), Cancelled)
