@@ -2,8 +2,9 @@
 
 A call of a function in a kernel makes `triton.language` interpreted, although the kernel's launch
 has done so; and each time all its members are looked through. Overflows of integers are looked for,
-which nobody is told of. The shape of each value is made anew, checked and put into words. Together
-that is two thirds of the time of small kernels."""
+which nobody is told of. The shape of each value is made anew, checked and put into words. Each
+operation works out the common type of its operands. Together that is three quarters of the time of
+small kernels."""
 
 import inspect
 from collections.abc import Callable
@@ -26,6 +27,8 @@ def install() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     _install_quick_calls()
     _install_quick_types()
+    _install_quick_values()
+    _install_quick_operands()
     _install_rounding()
 
 
@@ -84,32 +87,28 @@ def _interpreted(member: Any) -> Callable[..., Any]:
 
 
 def _install_quick_types() -> None:
-    """Values of the same shape share it, and are then known to need no broadcast."""
-    blocks: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+    """Values of the same shape share it."""
+    blocks: dict[tuple[int, ...], tuple[Any, int, str, Any]] = {}
     numpy_types: dict[str, Any] = {}
     constexpr, block_type = core.constexpr, core.block_type
     holders = (list, tuple, core.tuple, constexpr)
     make_block, numpy_type_of = block_type.__init__, interpreter._get_np_dtype
-    unwrap, broadcast = core._unwrap_if_constexpr, TritonSemantic.broadcast_impl_value
+    unwrap = core._unwrap_if_constexpr
+    of_scalar = core.tuple([]), constexpr(1)
 
     def init_block(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = tuple([s.value if type(s) is constexpr else s for s in shape])
         if (known := blocks.get(sizes)) is None:
             make_block(self, element_ty, shape)
-            blocks[sizes] = self.shape, self.numel, str(self.shape)
-            return
-        self.element_ty = element_ty
-        self.shape, self.numel, words = known
-        self.name = f"<{words}, {element_ty}>"
+            of_tensors = core.tuple([constexpr(s) for s in sizes]), constexpr(self.numel)
+            known = blocks[sizes] = self.shape, self.numel, str(self.shape), of_tensors
+        self.element_ty, self.sizes = element_ty, sizes
+        self.shape, self.numel, words, self.of_tensors = known
+        self.name = f"<{words}, {element_ty.name}>"
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:  # noqa: A002 - so it is named
-        sizes = tuple(type.shape.values) if type.is_block() else ()
-        if (known := shapes.get(sizes)) is None:
-            numel = type.numel if sizes else 1
-            known = shapes[sizes] = core.tuple([constexpr(s) for s in sizes]), constexpr(numel)
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        self.shape, self.numel = known
+        self.shape, self.numel = type.of_tensors if type.is_block() else of_scalar
 
     def quick_unwrap(value: Any) -> Any:
         if type(value) is constexpr:
@@ -124,14 +123,121 @@ def _install_quick_types() -> None:
             known = numpy_types[scalar.name] = numpy_type_of(scalar)
         return known
 
-    def quick_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
-        left, right = lhs.type, rhs.type
-        if left.is_block() and right.is_block() and left.shape is right.shape:
-            return lhs, rhs
-        return broadcast(self, lhs, rhs)
-
     block_type.__init__ = init_block
     core.tensor.__init__ = init_tensor
     core._unwrap_if_constexpr = quick_unwrap
     interpreter._get_np_dtype = quick_numpy_type
+
+
+def _install_quick_values() -> None:
+    """Arrays are checked by the size of their elements; loads without a mask share one."""
+    handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    sizes: dict[str, int] = {}  # of the largest element that a type can hold, in bytes
+    whole: dict[tuple[int, ...], Any] = {}
+
+    def largest(kind: Any) -> int:
+        if (size := sizes.get(kind.name)) is None:
+            bits = 64 if kind.is_ptr() else kind.primitive_bitwidth
+            size = sizes[kind.name] = max(1, bits // 8)
+        return size
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if data.itemsize > largest(dtype):
+            raise ValueError(f"elements of {data.itemsize} bytes do not fit in {dtype}")
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+        output, kind = op(lhs.data, rhs.data), lhs.dtype.scalar
+        if output.itemsize > largest(kind):
+            output = output.astype(interpreter._get_np_dtype(kind))
+        return handle(output, kind)
+
+    def create_load(self: Any, ptr: Any, *options: Any) -> Any:
+        shape = ptr.data.shape
+        if (mask := whole.get(shape)) is None:
+            ones = np.ones(shape, dtype=bool)
+            ones.setflags(write=False)
+            mask = whole[shape] = handle(ones, interpreter.tl.int1)
+        return self.create_masked_load(ptr, mask, None, *options)
+
+    handle.__init__ = init_handle
+    builder.binary_op = binary_op
+    builder.create_load = create_load
+
+
+def _install_quick_operands() -> None:
+    """What operands are converted to is found out once for each two types, or a type and a number;
+    and the common shape once for each two shapes."""
+    conversions: dict[tuple[Any, ...], list[Any]] = {}
+    shapes: dict[tuple[Any, Any], Any] = {}
+    check = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def quick_check(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> Any:
+        options = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        key = _kind_of(lhs), _kind_of(rhs), options
+        if (known := conversions.get(key)) is None:
+            before = _scalar_of(lhs), _scalar_of(rhs)
+            after = check(self, *before, *options)
+            known = conversions[key] = list(map(_conversion, before, after))
+        return self.broadcast_impl_value(
+            _converted(self, lhs, known[0]), _converted(self, rhs, known[1])
+        )
+
+    def quick_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if not left.is_block():
+            return (_spread(lhs, right.shape), rhs) if right.is_block() else (lhs, rhs)
+        if not right.is_block():
+            return lhs, _spread(rhs, left.shape)
+        if left.shape is right.shape:
+            return lhs, rhs
+        key = left.sizes, right.sizes
+        if key not in shapes:
+            shapes[key] = broadcast(self, lhs, rhs)[0].type.shape
+        return _spread(lhs, shapes[key]), _spread(rhs, shapes[key])
+
+    TritonSemantic.binary_op_type_checking_impl = quick_check
     TritonSemantic.broadcast_impl_value = quick_broadcast
+
+
+def _kind_of(operand: Any) -> Any:
+    return operand.dtype.name if type(operand) is core.tensor else (type(operand), operand)
+
+
+def _scalar_of(operand: Any) -> Any:
+    if type(operand) is not core.tensor:
+        return operand
+    first = interpreter.TensorHandle(operand.handle.data.ravel()[:1], operand.dtype)
+    return core.tensor(first, operand.dtype)
+
+
+def _conversion(before: Any, after: Any) -> Any:
+    """None, or the type that a value is cast to, or what stands for a number."""
+    if type(before) is not core.tensor:
+        after.handle.data.setflags(write=False)
+        return after
+    return None if before.dtype == after.dtype else after.dtype
+
+
+def _converted(semantic: Any, operand: Any, known: Any) -> Any:
+    if known is None:
+        return operand
+    return known if type(known) is core.tensor else semantic.cast(operand, known)
+
+
+def _spread(value: Any, shape: Any) -> Any:
+    if value.type.is_block() and value.type.shape is shape:
+        return value
+    data = np.empty(shape.values, interpreter._get_np_dtype(value.dtype))
+    data[...] = value.handle.data
+    handle = interpreter.TensorHandle(data, value.dtype)
+    return core.tensor(handle, core.block_type(value.dtype, shape))
