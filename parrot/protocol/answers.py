@@ -429,6 +429,14 @@ def own_layers(
     return layers
 
 
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    """The first value of each header of a request, by its lowercase name. Kept in the scope."""
+    found: dict[bytes, bytes] | None = scope.get("parrot_headers")
+    if found is None:
+        found = scope["parrot_headers"] = dict(reversed(scope["headers"]))
+    return found
+
+
 class RequestIds:
     """Gives each request an id, unless the client sent one, and returns the id in the response's
     headers."""
@@ -439,11 +447,7 @@ class RequestIds:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        value = b""
-        for name, given in scope["headers"]:
-            if name == b"x-request-id":
-                value = given[:_MAX_REQUEST_ID]
-                break
+        value = headers_of(scope).get(b"x-request-id", b"")[:_MAX_REQUEST_ID]
         value = value or b"req_%b" % os.urandom(12).hex().encode()
         scope["request_id"] = value.decode("latin-1")
 
@@ -478,10 +482,11 @@ class HostGuard:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
-            host, count = b"", 0
-            for key, value in scope["headers"]:
-                if key == b"host":
-                    host, count = value, count + 1
+            headers, given = headers_of(scope), scope["headers"]
+            host = headers.get(b"host", b"")
+            count = 1 if b"host" in headers else 0
+            if len(headers) < len(given):  # A header is repeated.
+                count = sum(key == b"host" for key, _ in given)
             error: ParrotError | None = None
             if count > 1 or (count == 0 and scope["http_version"] not in _HOSTLESS):
                 text = f"HTTP/{scope['http_version']} needs one `Host` header, not {count}"
@@ -529,11 +534,7 @@ class BodyLimit:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        declared = None
-        for name, value in scope["headers"]:
-            if name == b"content-length":
-                declared = value
-                break
+        declared = headers_of(scope).get(b"content-length")
         if declared is None:
             return self._app(scope, self._counting(receive), send)
         if declared.isdigit() and int(declared) <= self._max_body_size:

@@ -200,19 +200,21 @@ def _conversation(dialect: Dialect, given: Mapping[str, Any]) -> dict[str, Any]:
 def _sampling_fields(dialect: Dialect, sampling: SamplingConfig) -> dict[str, Any]:
     """Only the fields that the request sets. The server's defaults apply to other fields, and some
     servers reject unknown fields."""
+    given, values = sampling.model_fields_set, sampling.__dict__
     fields = {
-        name: value
-        for name in sampling.model_fields_set & _SAME_NAMES
-        if (value := getattr(sampling, name)) != SamplingConfig.model_fields[name].default
+        name: values[name]
+        for name in given & _SAME_NAMES
+        if values[name] != SamplingConfig.model_fields[name].default
     }
-    if sampling.stop_strings:
-        fields["stop"] = list(sampling.stop_strings)
-    if sampling.logit_bias:
-        fields["logit_bias"] = {str(i): bias for i, bias in sampling.logit_bias.items()}
-    if sampling.json_schema is not None:
-        fields["response_format"] = _response_format(dialect, sampling.json_schema)
-    for ours, theirs in dialect.extras.items():
-        if value := getattr(sampling, ours):
+    if stop := sampling.stop_strings:
+        fields["stop"] = list(stop)
+    if bias := values["logit_bias"]:
+        fields["logit_bias"] = {str(i): value for i, value in bias.items()}
+    if (schema := values["json_schema"]) is not None:
+        fields["response_format"] = _response_format(dialect, schema)
+    for ours in given & dialect.extras.keys():
+        theirs, value = dialect.extras[ours], values[ours]
+        if value:
             fields[theirs] = _extra(ours, theirs, value)
         elif value is not None and theirs in dialect.off:
             fields[theirs] = dialect.off[theirs]

@@ -18,7 +18,13 @@ from pydantic import (
 )
 
 from parrot.gateway.turns import Turn
-from parrot.protocol.answers import EventStream, error_headers, request_id_of, run_until_disconnect
+from parrot.protocol.answers import (
+    EventStream,
+    error_headers,
+    headers_of,
+    request_id_of,
+    run_until_disconnect,
+)
 from parrot.protocol.endpoint import (
     Access,
     Described,
@@ -181,12 +187,12 @@ class VendorEndpoint(Endpoint):
             return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
-        # The first value of each header. The dict is faster than several searches.
-        headers = dict(reversed(request.headers.items()))
+        given = headers_of(request.scope).items()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
         api_key = api_key_of(headers)
         tenant, span = self._core.tenant(api_key), None
-        if (given := headers.get("traceparent")) is not None:
-            span = TraceParent.parse(given)
+        if (parent := headers.get("traceparent")) is not None:
+            span = TraceParent.parse(parent)
         if span is not None and (sampler := self._core.sessions.sampler) is not None:
             span = sampler.judged(span)
         key = SecretStr(api_key) if self._forwards_keys and api_key else None

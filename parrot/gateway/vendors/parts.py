@@ -53,6 +53,15 @@ async def stream_parts(
     """Yield the index of an answer with its next parts; no parts while its parser holds text back.
     `parsers` has one for each answer. Raises the first error. Unfinished answers are cancelled when
     the generator closes."""
+    if len(parsers) == 1 and not turn.is_scored(0):
+        try:
+            async with aclosing(turn.stream(0)) as texts:
+                async for text in texts:
+                    yield 0, list(parsers[0].feed(text))
+            yield 0, [*parsers[0].finish(), _ended(turn.ended(0))]
+        finally:
+            turn.cancel()
+        return
     taken = [LogprobsReader(turn, i) if turn.is_scored(i) else None for i in range(len(parsers))]
     async with aclosing(stream_all([turn])) as deltas:
         async for i, delta in deltas:

@@ -103,12 +103,14 @@ class Quota:
 
     def require(self, **more: int) -> None:
         """Raise `QuotaExceeded` with the limit's name if `more` would exceed it."""
-        for name, amount in more.items():
-            limit = self.own.get(name, self._limits.get(name))
-            if limit is not None and amount and self.used[name] + amount > limit:
-                raise self._exceeded(name, limit)
-        if self.parent is not None:
-            self.parent.require(**more)
+        quota: Quota | None = self
+        while quota is not None:
+            own, limits, used = quota.own, quota._limits, quota.used
+            for name, amount in more.items():
+                limit = own[name] if name in own else limits.get(name)
+                if limit is not None and amount and used[name] + amount > limit:
+                    raise quota._exceeded(name, limit)
+            quota = quota.parent
 
     def _exceeded(self, name: str, limit: int) -> QuotaExceeded:
         what = _AMOUNTS.get(name, f"keep more than {{}} {name}").format(limit)
