@@ -4,7 +4,7 @@
         [--group 128]
 
 Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
-is rows of weights, slices (1 for none) or units of a step, stages and warps. Floors: the weights
+is rows of weights, slices (1 for none) or blocks of a step, stages and warps. Floors: the weights
 once, at the copy rate of an H200."""
 
 import argparse
@@ -31,16 +31,16 @@ from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.kernels.linear.four_bit import four_bit_linear
 from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
-from parrot.engine.kernels.linear.four_bit_words import UNIT, FourBitWords, part_of
+from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
 Tile = tuple[int, int, int, int, int]
-"""Rows of weights, slices, units of a step, stages, warps."""
+"""Rows of weights, slices, blocks of a step, stages, warps."""
 
 SIZES: Sequence[Tile] = [
-    *((32, 8, 1, 2, 8), (32, 4, 1, 2, 4), (32, 4, 1, 3, 4), (32, 4, 1, 4, 4), (64, 4, 1, 3, 4)),
-    *((32, 2, 1, 2, 2), (32, 2, 1, 3, 2), (32, 2, 1, 4, 2), (64, 2, 1, 3, 2), (16, 4, 1, 3, 4)),
+    *((32, 8, 1, 2, 8), (32, 8, 1, 4, 8), (32, 4, 1, 2, 4), (32, 4, 1, 3, 4), (32, 4, 1, 4, 4)),
+    *((64, 4, 1, 2, 4), (64, 4, 1, 3, 4), (64, 8, 1, 2, 8), (32, 2, 1, 4, 2), (16, 16, 1, 2, 16)),
     *((64, 1, 2, 4, 4), (64, 1, 4, 3, 4), (128, 1, 1, 4, 4), (128, 1, 1, 6, 4), (128, 1, 2, 3, 4)),
-    *((128, 1, 2, 4, 4), (128, 1, 2, 4, 8), (256, 1, 1, 4, 8), (128, 1, 1, 3, 4)),
+    *((128, 1, 2, 4, 4), (128, 1, 2, 4, 8), (256, 1, 1, 4, 8)),
 ]
 MAX_MEMBERS = 64
 
@@ -56,19 +56,18 @@ class Candidate:
     @property
     def fits(self) -> bool:
         outputs, slices, unroll, stages, warps = self.tile
-        units = unroll if slices == 1 else slices * part_of(self.group) // 32
-        unit = outputs * (64 + 2 * 4 * (128 // self.group)) + self.members * 256
-        is_even = self.num_units % (self.splits * units) == 0
+        step = outputs * (64 + 2 * 4 * (128 // self.group)) + self.members * 256
+        is_even = self.num_blocks % (self.splits * unroll * slices) == 0
         is_small = slices * outputs * self.members // (32 * warps) <= 128  # sums in registers
-        return is_even and is_small and unit * units * (stages - 1) <= SHARED_BYTES
+        return is_even and is_small and step * unroll * slices * stages <= SHARED_BYTES
 
     @property
     def members(self) -> int:
         return min(max(8, next_power_of_2(self.rows)), MAX_MEMBERS)
 
     @property
-    def num_units(self) -> int:
-        return self.product.inputs // UNIT
+    def num_blocks(self) -> int:
+        return self.product.inputs // 128
 
     def weight(self) -> FourBitWords:
         outputs, inputs = self.product.weight_shape
@@ -89,7 +88,7 @@ class Candidate:
     def run(self, x: torch.Tensor, weights: Sequence[FourBitWords], out: torch.Tensor) -> None:
         outputs, slices, unroll, stages, warps = self.tile
         tile = {"BM": self.members, "BN": outputs, "SLICES": slices, "UNROLL": unroll}
-        tile |= {"PART": part_of(self.group), "STAGES": stages, "num_warps": warps}
+        tile |= {"STAGES": stages, "num_warps": warps}
         with patch.object(FourBitProduct, "tile", lambda _: dict(tile)):
             for weight in weights:
                 four_bit_linear(x, weight, out, silu=self.product.silu)

@@ -1,16 +1,19 @@
 """Retries and fallbacks of calls against the real ServeCore with a scripted engine."""
 
+import json
 import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Annotated, Any
+from urllib.request import Request, urlopen
 
 import pytest
 from pydantic import BaseModel, Field
 
 from parrot import P
 from parrot.frontend.pfunc import session
+from parrot.frontend.pfunc.semantic_variable import current_session
 from parrot.protocol.errors import (
     AlreadySet,
     Cancelled,
@@ -414,3 +417,21 @@ def test_a_cancelled_call_does_not_go_to_its_fallback(
             var.get(timeout=20)
         time.sleep(0.2)
         assert len(engine.prompts) == 1
+
+
+def test_a_call_that_an_operator_cancels_does_not_go_to_its_fallback(
+    vm: P.VirtualMachine, engine: FakeEngine
+) -> None:
+    engine.script = Script(hang_after=0)
+    with vm.running_scope():
+        var = tell.with_options(retries=2, fallback=careful_tell)("x")
+        while not engine.requests:
+            time.sleep(0.01)
+        session_id, session_auth = current_session.of_context.get()._scope
+        body = json.dumps({"session_id": session_id, "session_auth": session_auth}).encode()
+        path = f"{vm.core_http_addr}/v1/request/1/cancel"
+        with urlopen(Request(path, body, {"Content-Type": "application/json"})) as answer:
+            assert answer.status == 200
+        with pytest.raises(Cancelled):
+            var.get(timeout=20)
+        assert len(engine.requests) == 1

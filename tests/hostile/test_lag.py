@@ -262,3 +262,26 @@ def test_the_turns_of_a_chat_with_a_costly_template(server: Server) -> None:
     path = f"/v1/semantic_var/{last}?session_id={scope['session_id']}"
     status, value = server.ask("GET", path, None, token, tries=1, within_s=WITHIN_CPU_S)
     assert status == 200, value
+
+
+def test_ten_thousand_consumers_of_a_variable(server: Server) -> None:
+    """It is set, one of its consumers is read, and the session ends."""
+    scope = server.ask("POST", "/v1/session", b"{}")[1]
+    token = scope.pop("session_auth")
+    given = json.dumps(scope | {"var_name": "v"}).encode()
+    var_id = server.ask("POST", "/v1/semantic_var", given, token)[1]["var_id"]
+    parameters = [{"name": "a", "var_id": var_id}, made("b")]
+    call = {"template": "{{a}}{{b}}", "parameters": parameters, "models": ["m"]}
+    raw = json.dumps(scope | {"calls": [call] * 512}).encode()
+    for _ in range(20):
+        status, added = server.ask("POST", "/v1/semantic_graph", raw, token, tries=1)
+        assert status == 200, added
+    text = json.dumps(scope | {"content": "text"}).encode()
+    assert server.ask("POST", f"/v1/semantic_var/{var_id}", text, token, tries=1)[0] == 200
+    output = added["calls"][-1]["param_info"][-1]["var_id"]
+    path = f"/v1/semantic_var/{output}?session_id={scope['session_id']}"
+    assert server.ask("GET", path, None, token, tries=1)[0] == 200
+    info = server.ask("GET", f"/v1/session/{scope['session_id']}", None, token, tries=1)[1]
+    assert len(info["calls"]) == 20 * 512
+    path = f"/v1/session/{scope['session_id']}"
+    assert server.ask("DELETE", path, None, token, tries=1)[0] == 200

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.kernels.linear.four_bit_words import CODES, MOST_GROUP, FourBitWords, part_of
+from parrot.engine.kernels.linear.four_bit_words import BLOCK, CODES, FourBitWords
 from parrot.engine.models.four_bit import FourBit
 
 _GROUPS = (32, 64, 128)
@@ -29,7 +29,7 @@ class WordsLinear:
 
 def has_words(group: int) -> bool:
     """Whether the layout has groups of this size."""
-    return group in _GROUPS or group % MOST_GROUP == 0
+    return group in _GROUPS or group % BLOCK == 0
 
 
 def words_of(matrix: FourBit) -> FourBitWords | None:
@@ -39,13 +39,12 @@ def words_of(matrix: FourBit) -> FourBitWords | None:
         return None
     factors, has_half_scales = found
     size = matrix.codes.shape[1]
-    block = CODES * part_of(group)
-    padded = -(-size // block) * block
-    factors = factors.repeat_interleave(max(1, group // MOST_GROUP), 1)
-    num_groups = padded // min(group, MOST_GROUP)
+    num_blocks = -(-size // BLOCK)
+    factors = factors.repeat_interleave(max(1, group // BLOCK), 1)
+    num_groups = num_blocks * (BLOCK // min(group, BLOCK))
     factors = F.pad(factors, (0, num_groups - factors.shape[1]))
-    codes = F.pad(matrix.codes, (0, padded - size))
-    parts = codes.view(len(codes), padded // block, CODES, -1).to(torch.int16)
+    codes = F.pad(matrix.codes, (0, num_blocks * BLOCK - size))
+    parts = codes.view(len(codes), num_blocks, CODES, -1).to(torch.int16)
     words = parts[:, :, 0].clone()
     for index in range(1, CODES):
         words |= parts[:, :, index] << (4 * index)
@@ -54,7 +53,7 @@ def words_of(matrix: FourBit) -> FourBitWords | None:
 
 def matrix_of(words: FourBitWords) -> FourBit:
     """The reverse of `words_of`."""
-    blocks = words.words.view(words.outputs, -1, 1, words.part)
+    blocks = words.words.view(words.outputs, words.num_blocks, 1, -1)
     parts = [blocks >> (4 * index) & 15 for index in range(CODES)]
     codes = torch.cat(parts, 2).flatten(1).to(torch.uint8)[:, : words.inputs]
     factors = words.factors.t()[:, : words.inputs // words.group].contiguous()

@@ -5,7 +5,7 @@ from enum import Enum
 
 import torch
 
-from parrot.engine.kernels.linear.four_bit_words import MOST_GROUP
+from parrot.engine.kernels.linear.four_bit_words import BLOCK
 from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.four_bit_linear import WordsLinear, words_of
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
@@ -31,7 +31,7 @@ class Weights(Enum):
         if self is Weights.PLAIN or device.type != "cuda":
             return None
         if (group := group_size(config)) is not None:
-            return 0.5 + _FACTOR_BYTES / min(group, MOST_GROUP)
+            return 0.5 + _FACTOR_BYTES / min(group, BLOCK)
         return 1.0 if stays_e4m3(config) else None
 
 

@@ -347,12 +347,11 @@ def four_bit_variant(
     else:
         constants |= dict.fromkeys(added)
     constants |= {"N": 14336, "K": 4096, "GROUP": group, "BM": rows, "BN": outputs, "HALF": True}
-    constants["PART"] = min(64, group)
     constants |= {
         "UNROLL": unroll,
         "STAGES": stages,
         "SLICES": slices,
-        "UNITS": 32,
+        "BLOCKS": 32,
         "ASSEMBLY": True,
     }
     return compile_kernel(
@@ -373,8 +372,7 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "PARTS": 64, "K": 4096}
     constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
-    constants |= {"UNROLL": 1, "STAGES": 3, "SLICES": 8, "UNITS": 32, "PART": 64}
-    constants["HALF"] = True
+    constants |= {"UNROLL": 1, "STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
     return compile_kernel(
         four_bit_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
@@ -391,7 +389,7 @@ def four_bit_numbers_variant() -> dict[str, Any]:
     return compile_kernel(
         four_bit_numbers_kernel,
         pointers,
-        {"N": 28672, "K": 4096, "GROUP": 128, "PART": 64, "BN": 64, "HALF": True},
+        {"N": 28672, "K": 4096, "GROUP": 128, "BN": 64, "HALF": True},
         divisible=tuple(pointers),
         num_warps=4,
     )

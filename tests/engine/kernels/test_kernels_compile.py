@@ -22,7 +22,7 @@ QUANTISED = {"kernel": "attention", "quantised": True}
 E4M3 = {"e4m3": True}
 BLOCKED = {**E4M3, "blocked": True}
 ROW = {"matrix": False, **E4M3}
-SLICED = {"rows": 8, "outputs": 32, "slices": 2, "unroll": 1, "warps": 2}
+SLICED = {"rows": 8, "outputs": 32, "slices": 8, "unroll": 1, "warps": 8}
 LOCAL = {"window": 512, "softcap": 72.1}
 FILL = {"tiles": True, "own": True}
 LARGE = {"kernel": "attention", "dim": 256, "keys": 32, "warps": 8, **LOCAL}
@@ -109,7 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "four bits and residual": {"kernel": "four bits", **SLICED, "add": True},
     "four bits in groups of 32": {"kernel": "four bits", **SLICED, "group": 32},
     "four bits of 32 rows": {"kernel": "four bits", "rows": 32},
-    "four bits of 64 rows": {"kernel": "four bits", "rows": 64, "unroll": 1, "stages": 4},
+    "four bits of 64 rows": {"kernel": "four bits", "rows": 64},
     "four bits, qkv": {"kernel": "four bits qkv"},
     "four bits, numbers": {"kernel": "four bits numbers"},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},

@@ -96,7 +96,7 @@ def four_bit_qkv(
         D=shape.head_dim,
         PAGE=shape.page_size,
         GROUP=weight.group,
-        UNITS=weight.num_units,
+        BLOCKS=weight.num_blocks,
         HALF=weight.has_half_scales,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
@@ -110,14 +110,13 @@ def four_bit_qkv(
 def four_bit_numbers(weight: FourBitWords, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of a weight [outputs, inputs], rounded to a type."""
     out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.words.device)
-    four_bit_numbers_kernel[(weight.num_units, triton.cdiv(weight.outputs, _NUMBERS_OUTPUTS))](
+    four_bit_numbers_kernel[(weight.num_blocks, triton.cdiv(weight.outputs, _NUMBERS_OUTPUTS))](
         weight.words,
         weight.factors,
         out,
         N=weight.outputs,
         K=weight.inputs,
         GROUP=weight.group,
-        PART=weight.part,
         BN=_NUMBERS_OUTPUTS,
         HALF=weight.has_half_scales,
         num_warps=4,
@@ -141,11 +140,10 @@ def _launch(
     assert len(rows) == num_rows, (rows.shape, out.shape)
     assert (weight.outputs, weight.inputs) == ((2 if silu else 1) * num_out, size), out.shape
     assert splits == 1 or (bias is None and not silu and squares is None), "parts of a product"
+    assert weight.num_blocks % splits == 0, (weight.num_blocks, splits)
     assert out.is_contiguous()
     assert rows.stride(1) == 1
-    product = FourBitProduct.of(num_rows, weight, splits)
-    assert product.allows(splits), product
-    tile = product.tile()
+    tile = FourBitProduct.of(num_rows, weight, splits).tile()
     outputs = tile["BN"] // (2 if silu else 1)
     grid = triton.cdiv(num_out, outputs), splits, triton.cdiv(num_rows, tile["BM"])
     residual, gain, sums = (None, None, None) if added is None else added
@@ -165,7 +163,7 @@ def _launch(
         N=num_out,
         K=size,
         GROUP=weight.group,
-        UNITS=weight.num_units // splits,
+        BLOCKS=weight.num_blocks // splits,
         HALF=weight.has_half_scales,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],

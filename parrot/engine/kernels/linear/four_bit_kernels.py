@@ -1,13 +1,10 @@
 """Products with weights of four bits on the tensor core. `four_bit` launches them.
 
-Weights are int16 words [outputs, inputs / 4], in blocks of PART words. PART is 64, and 32 for
-groups of 32 inputs. Word j of a block has inputs j, j + PART, j + 2 PART and j + 3 PART, the first
-in its lowest bits. Number (output, input) is (code - zero) * scale. A group of 32, 64 or 128 inputs
-has one scale and one zero. They are in int32 `factors` [groups, outputs]: the scale in the lower
-half as float16 or bfloat16, and -128 - zero in the upper half as bfloat16. One load of 4 bytes is
-fetched ahead, as the words are.
-
-Kernels count the inputs of 32 words, 128, as a unit.
+Weights are int16 words [outputs, inputs / 4], in blocks of 128 inputs with 32 words. Word j of a
+block has inputs j, j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input)
+is (code - zero) * scale. A group of 32, 64 or 128 inputs has one scale and one zero. They are in
+int32 `factors` [groups, outputs]: the scale in the lower half as float16 or bfloat16, and -128 -
+zero in the upper half as bfloat16. One load of 4 bytes is fetched ahead, as the words are.
 
 A product multiplies whole numbers of up to 5 bits, which are exact in bfloat16, and then the sum
 of a group by its scale."""
@@ -48,7 +45,7 @@ def _assembled(words, zero, SOURCE: tl.constexpr):
 
 @triton.jit
 def _part(words, factor, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The codes of a part of words [..., BN, words] minus the zeros of factors [..., BN]."""
+    """The codes of 32 inputs [..., BN, 32] minus the zeros of factors [..., BN]."""
     zero = tl.expand_dims((factor & -65536).to(tl.float32, bitcast=True), -1)  # -128 - zero.
     if ASSEMBLY:
         if P == 0:
@@ -92,13 +89,6 @@ def _load_factors(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _first_input(unit, part, PART: tl.constexpr):
-    """The first of the 32 inputs that a part of a unit has."""
-    units_of_block: tl.constexpr = PART // 32
-    return (unit // units_of_block * 4 + part) * PART + unit % units_of_block * 32
-
-
-@triton.jit
 def _products(
     words_ptr,
     factors_ptr,
@@ -106,12 +96,11 @@ def _products(
     x_row_at,
     inside,
     live,
-    first_unit,
+    first_block,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    UNITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -120,29 +109,29 @@ def _products(
     HALF: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """BN rows of ROWS rows of weights times BM rows of x, over UNITS units. float32 [BN, BM]."""
+    """BN rows of ROWS rows of weights times BM rows of x, over BLOCKS blocks. float32 [BN, BM]."""
     result = tl.zeros([BN, BM], dtype=tl.float32)
     word = tl.arange(0, 32)
-    row_words: tl.constexpr = (K + 4 * PART - 1) // (4 * PART) * PART
+    row_words: tl.constexpr = (K + 127) // 128 * 32
     words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
     kind = x_row_at.dtype.element_ty
-    for index in tl.range(0, UNITS, UNROLL, num_stages=STAGES):
+    for index in tl.range(0, BLOCKS, UNROLL, num_stages=STAGES):
         for step in tl.static_range(UNROLL):
-            unit = first_unit + index + step
-            words = _load_words(words_at + unit * 32, inside, WHOLE)
+            block = first_block + index + step
+            words = _load_words(words_at + block * 32, inside, WHOLE)
             for part in tl.static_range(4):
-                first = _first_input(unit, part, PART)
-                if part * PART % GROUP == 0:
-                    group = first // GROUP
+                if part * 32 % GROUP == 0:
+                    group = block * (128 // GROUP) + part * 32 // GROUP
                     factor = _load_factors(factors_ptr + group * ROWS + row, inside, WHOLE)
                     sums = tl.zeros([BN, BM], dtype=tl.float32)
+                column = block * 128 + part * 32 + word
                 is_input = live[:, None]
-                if K % (4 * PART) != 0:
-                    is_input = is_input & (first + word < K)[None, :]
-                x = tl.trans(tl.load(x_row_at + (first + word)[None, :], mask=is_input, other=0.0))
+                if K % 128 != 0:
+                    is_input = is_input & (column < K)[None, :]
+                x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
                 codes = _part(words, factor, part, kind, ASSEMBLY)
                 sums = tl.dot(codes, x, sums, input_precision="ieee")
-                if (part + 1) * PART % GROUP == 0:
+                if (part + 1) * 32 % GROUP == 0:
                     result += sums * _scale_of(factor, HALF)[:, None]
     return result
 
@@ -155,12 +144,11 @@ def _sliced_products(
     x_row_at,
     inside,
     live,
-    first_unit,
+    first_block,
     ROWS: tl.constexpr,
     K: tl.constexpr,
-    UNITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     SLICES: tl.constexpr,
@@ -173,36 +161,34 @@ def _sliced_products(
 
     A block takes a warp half a microsecond, mostly of latency. So few rows of weights need many
     warps."""
-    BLOCK: tl.constexpr = 4 * PART
-    BLOCKS: tl.constexpr = UNITS * 32 // PART
     result = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
-    word = tl.arange(0, PART)
+    word = tl.arange(0, 32)
     piece = tl.arange(0, SLICES)
-    row_words: tl.constexpr = (K + BLOCK - 1) // BLOCK * PART
+    row_words: tl.constexpr = (K + 127) // 128 * 32
     words_at = words_ptr + row.to(tl.int64)[None, :, None] * row_words + word[None, None, :]
     kind = x_row_at.dtype.element_ty
     for index in tl.range(0, BLOCKS, SLICES, num_stages=STAGES):
-        block = first_unit * 32 // PART + index + piece
+        block = first_block + index + piece
         exists = inside[None, :]
         if BLOCKS % SLICES != 0:
             exists = exists & (index + piece < BLOCKS)[:, None]
         even: tl.constexpr = WHOLE & (BLOCKS % SLICES == 0)
-        words = _load_words(words_at + block[:, None, None] * PART, exists, even)
+        words = _load_words(words_at + block[:, None, None] * 32, exists, even)
         for part in tl.static_range(4):
-            if part * PART % GROUP == 0:
-                group = block * (BLOCK // GROUP) + part * PART // GROUP
+            if part * 32 % GROUP == 0:
+                group = block * (128 // GROUP) + part * 32 // GROUP
                 factor = _load_factors(
                     factors_ptr + group[:, None] * ROWS + row[None, :], exists, even
                 )
                 sums = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
-            column = block[:, None] * BLOCK + part * PART + word[None, :]
+            column = block[:, None] * 128 + part * 32 + word[None, :]
             is_input = live[None, :, None]
-            if K % BLOCK != 0 or BLOCKS % SLICES != 0:
+            if K % 128 != 0 or BLOCKS % SLICES != 0:
                 is_input = is_input & (column < K)[:, None, :]
             x = tl.load(x_row_at[None, :, :] + column[:, None, :], mask=is_input, other=0.0)
             codes = _part(words, factor, part, kind, ASSEMBLY)
             sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
-            if (part + 1) * PART % GROUP == 0:
+            if (part + 1) * 32 % GROUP == 0:
                 result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
     return tl.sum(result, 0)
 
@@ -231,13 +217,12 @@ def four_bit_linear_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     SLICES: tl.constexpr,
-    UNITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -246,7 +231,7 @@ def four_bit_linear_kernel(
     ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs, split of UNITS units, block of BM rows): out = x weight^T
+    """Program (block of BN outputs, split of BLOCKS blocks, block of BM rows): out = x weight^T
     (+ bias). Each split has its own out.
 
     PARTS, SILU, ADD and DEPENDENT are those of `few_rows_linear_kernel`."""
@@ -262,7 +247,7 @@ def four_bit_linear_kernel(
     both = inside[:, None] & live[None, :]
     place = member.to(tl.int64)[None, :] * N + output[:, None]
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
-    first_unit = tl.program_id(1) * UNITS
+    first_block = tl.program_id(1) * BLOCKS
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -273,15 +258,15 @@ def four_bit_linear_kernel(
         gain = tl.load(gain_ptr + row, mask=inside, other=0.0)
     if SLICES > 1:
         result = _sliced_products(
-            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_unit,
-            2 * N if SILU else N, K, UNITS, GROUP, PART, BM, BN, SLICES, STAGES, N % OUTPUTS == 0,
-            HALF, ASSEMBLY,
+            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
+            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, N % OUTPUTS == 0, HALF,
+            ASSEMBLY,
         )  # fmt: skip
     else:
         result = _products(
-            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_unit,
-            2 * N if SILU else N, K, UNITS, GROUP, PART, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0,
-            HALF, ASSEMBLY,
+            words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
+            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0, HALF,
+            ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
@@ -326,13 +311,12 @@ def four_bit_qkv_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     SLICES: tl.constexpr,
-    UNITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
@@ -359,14 +343,12 @@ def four_bit_qkv_kernel(
     if SLICES > 1:
         result = _sliced_products(
             words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-            (H + 2 * HKV) * D, K, UNITS, GROUP, PART, BM, BN, SLICES, STAGES, True, HALF,
-            ASSEMBLY,
+            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, True, HALF, ASSEMBLY,
         )  # fmt: skip
     else:
         result = _products(
             words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-            (H + 2 * HKV) * D, K, UNITS, GROUP, PART, BM, BN, UNROLL, STAGES, True, HALF,
-            ASSEMBLY,
+            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, True, HALF, ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
@@ -386,24 +368,23 @@ def four_bit_numbers_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
-    PART: tl.constexpr,
     BN: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """Program (unit, BN outputs): the numbers, rounded to the type of out [N, K]."""
-    unit = tl.program_id(0)
+    """Program (block, BN outputs): the numbers, rounded to the type of out [N, K]."""
+    block = tl.program_id(0)
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = row < N
     word = tl.arange(0, 32)
-    row_words: tl.constexpr = (K + 4 * PART - 1) // (4 * PART) * PART
+    row_words: tl.constexpr = (K + 127) // 128 * 32
     words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
-    words = tl.load(words_at + unit * 32, mask=inside[:, None], other=0)
+    words = tl.load(words_at + block * 32, mask=inside[:, None], other=0)
     for part in tl.static_range(4):
-        first = _first_input(unit, part, PART)
-        factor = tl.load(factors_ptr + first // GROUP * N + row, mask=inside, other=0)
+        group = block * (128 // GROUP) + part * 32 // GROUP
+        factor = tl.load(factors_ptr + group * N + row, mask=inside, other=0)
         numbers = _part(words, factor, part, tl.float32, False)
         numbers *= _scale_of(factor, HALF)[:, None]
-        column = first + word
+        column = block * 128 + part * 32 + word
         out_at = out_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
         is_input = inside[:, None] & (column < K)[None, :]
         tl.store(out_at, numbers.to(out_ptr.dtype.element_ty), mask=is_input)

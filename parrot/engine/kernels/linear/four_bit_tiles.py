@@ -6,13 +6,14 @@ import triton
 
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
+MOST_ROWS = 256  # With more rows, a product with the dequantised weight is faster.
+
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
-_SMALL_OUTPUTS = 4096  # Up to this number of outputs, there are few programs for a GPU.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
-_MANY_UNITS = 64  # From this number of units on, also a narrow product is split.
-_SHORT = 8  # Up to this number of units, a program has more of them in flight.
+_MANY_BLOCKS = 64  # From this number of blocks on, also a narrow product is split.
+_SHORT = 8  # Up to this number of blocks, a program has more of them in flight.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -22,44 +23,33 @@ class FourBitProduct:
 
     rows: int
     outputs: int
-    units: int  # Of 128 inputs, in all splits.
+    blocks: int  # Of 128 inputs, in all splits.
     splits: int = 1
-    part: int = 64  # `FourBitWords.part`
 
     @classmethod
     def of(cls, rows: int, weight: FourBitWords, splits: int = 1) -> "FourBitProduct":
-        return cls(rows, weight.outputs, weight.num_units, splits, weight.part)
-
-    @property
-    def most_rows(self) -> int:
-        """With more rows, a product with the dequantised weight is faster."""
-        return 256 if self.outputs > _MANY_OUTPUTS else 128
+        return cls(rows, weight.outputs, weight.num_blocks, splits)
 
     @property
     def num_splits(self) -> int:
         """The best number of splits of the inputs, if the caller sums their results."""
-        # Fewer units for a program shorten its chain of dependent products.
-        is_long = self.units >= _MANY_UNITS
+        # Fewer blocks for a program shorten its chain of dependent products.
+        is_long = self.blocks >= _MANY_BLOCKS
         if self._is_sliced and not is_long:
             return 1
         if triton.cdiv(self.outputs, 32 if self._is_sliced else 128) > _FEW_PROGRAMS:
             return 1
         choices = (4, 2) if self._is_sliced or not is_long else (7, 4, 2)
-        return next((count for count in choices if self.allows(count)), 1)
-
-    def allows(self, splits: int) -> bool:
-        """Whether the splits have the same number of whole blocks."""
-        return self.units % (splits * self.part // 32) == 0
+        return next((count for count in choices if self.blocks % count == 0), 1)
 
     def tile(self) -> dict[str, int]:
         """Launch arguments."""
         outputs, slices, unroll, stages, warps = self._sizes()
         return {
-            "PART": self.part,
             "BM": self._members,
             "BN": outputs,
             "SLICES": slices,
-            "UNROLL": 1 if self.units // self.splits % unroll else unroll,
+            "UNROLL": 1 if self.blocks // self.splits % unroll else unroll,
             "STAGES": stages,
             "num_warps": warps,
         }
@@ -75,21 +65,10 @@ class FourBitProduct:
         return self._members <= _SLICED_ROWS
 
     def _sizes(self) -> tuple[int, int, int, int, int]:
-        """Rows of weights, slices, units of a step of the loop, stages and warps."""
-        if self._is_sliced:
-            slices, stages = self._slices()
-            return 32, slices, 1, stages, slices
-        if self.outputs > _MANY_OUTPUTS or self.splits > 1:
-            return 128, 1, 1, 6 if self.units // self.splits <= _SHORT else 4, 4
-        return 64, 1, 2, 4, 4
-
-    def _slices(self) -> tuple[int, int]:
-        """Slices and stages."""
+        """Rows of weights, slices, blocks of a step of the loop, stages and warps."""
         is_wide = self.outputs > _MANY_OUTPUTS
-        if self.part == 32:
-            return 4, 4 if is_wide or self.splits > 1 else 3
-        if self.splits > 1:
-            return 2, 4 if self._members == _MIN_ROWS else 3
-        if is_wide:
-            return 2, 3
-        return 4, 4 if self.outputs <= _SMALL_OUTPUTS else 3
+        if self._is_sliced:
+            return 32, 4, 1, 4 if is_wide or self.splits > 1 else 3, 4
+        if is_wide or self.splits > 1:
+            return 128, 1, 1, 6 if self.blocks // self.splits <= _SHORT else 4, 4
+        return 64, 1, 2, 4, 4
