@@ -33,7 +33,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from parrot.protocol.bodies import BodyBudget
@@ -356,7 +356,7 @@ def create_base_app(
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     app.state.body_budget = BodyBudget(max_body_memory)
-    app.layers = layers
+    app.layers, app.direct = layers, {}
     return app
 
 
@@ -365,53 +365,20 @@ class BaseApp(FastAPI):
     call and have no use for plain routes."""
 
     layers: Sequence[Layer]
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.direct = DirectRoutes(self.router)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self.middleware_stack is None:
-            await super().__call__(scope, receive, send)
-            return
-        scope["app"] = self
-        await self.middleware_stack(scope, receive, send)
+    direct: dict[tuple[str, str], ASGIApp]
+    """The apps of routes by method and path. Other requests are passed to the router."""
 
     def build_middleware_stack(self) -> ASGIApp:
-        app: ASGIApp = self.direct
+        direct, router = self.direct, self.router
+
+        def routed(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+            key = scope.get("method", ""), scope.get("path", "")
+            return direct.get(key, router)(scope, receive, send)
+
+        app: ASGIApp = routed
         for layer in reversed(self.layers):
             app = layer(app)
         return app
-
-
-class DirectRoutes:
-    """Finds routes without path parameters by their method and path. Other requests go to the
-    router, which tries one route after another."""
-
-    def __init__(self, router: ASGIApp) -> None:
-        self._router = router
-        self._apps: dict[tuple[str, str], ASGIApp] = {}
-
-    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        app = self._router
-        if scope["type"] == "http" and not scope.get("root_path"):
-            app = self._apps.get((scope["method"], scope["path"]), app)
-        return app(scope, receive, send)
-
-    def use(self, routes: Sequence[BaseRoute]) -> None:
-        """Find these routes, which are the router's."""
-        self._apps.clear()
-        for route in routes:
-            if isinstance(route, Route) and "{" not in route.path:
-                for method in route.methods or ():
-                    scope = {"type": "http", "method": method, "path": route.path}
-                    if _first(routes, scope) is route:
-                        self._apps[method, route.path] = route.app
-
-
-def _first(routes: Iterable[BaseRoute], scope: Scope) -> BaseRoute | None:
-    """The route that the router finds for a request."""
-    return next((one for one in routes if one.matches(scope)[0] is Match.FULL), None)
 
 
 def own_layers(
@@ -429,14 +396,6 @@ def own_layers(
     return layers
 
 
-def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """The first value of each header of a request, by its lowercase name. Kept in the scope."""
-    found: dict[bytes, bytes] | None = scope.get("parrot_headers")
-    if found is None:
-        found = scope["parrot_headers"] = dict(reversed(scope["headers"]))
-    return found
-
-
 class RequestIds:
     """Gives each request an id, unless the client sent one, and returns the id in the response's
     headers."""
@@ -447,7 +406,11 @@ class RequestIds:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        value = headers_of(scope).get(b"x-request-id", b"")[:_MAX_REQUEST_ID]
+        value = b""
+        for name, given in scope["headers"]:
+            if name == b"x-request-id":
+                value = given[:_MAX_REQUEST_ID]
+                break
         value = value or b"req_%b" % os.urandom(12).hex().encode()
         scope["request_id"] = value.decode("latin-1")
 
@@ -482,11 +445,10 @@ class HostGuard:
 
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] == "http":
-            headers, given = headers_of(scope), scope["headers"]
-            host = headers.get(b"host", b"")
-            count = 1 if b"host" in headers else 0
-            if len(headers) < len(given):  # A header is repeated.
-                count = sum(key == b"host" for key, _ in given)
+            host, count = b"", 0
+            for key, value in scope["headers"]:
+                if key == b"host":
+                    host, count = value, count + 1
             error: ParrotError | None = None
             if count > 1 or (count == 0 and scope["http_version"] not in _HOSTLESS):
                 text = f"HTTP/{scope['http_version']} needs one `Host` header, not {count}"
@@ -534,7 +496,11 @@ class BodyLimit:
     def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         if scope["type"] != "http":
             return self._app(scope, receive, send)
-        declared = headers_of(scope).get(b"content-length")
+        declared = None
+        for name, value in scope["headers"]:
+            if name == b"content-length":
+                declared = value
+                break
         if declared is None:
             return self._app(scope, self._counting(receive), send)
         if declared.isdigit() and int(declared) <= self._max_body_size:

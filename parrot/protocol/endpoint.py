@@ -28,7 +28,6 @@ from parrot.protocol.answers import (
     EventStream,
     JsonResponse,
     has_long_list,
-    headers_of,
     json_bytes,
     json_in_turns,
     run_until_disconnect,
@@ -316,7 +315,10 @@ def declared_size(request: Request) -> int:
 
 def header(request: Request, name: bytes) -> bytes:
     """The first value of a header, faster than with Starlette's `Headers`. Empty without one."""
-    return headers_of(request.scope).get(name, b"")
+    scope = request.scope
+    if "parrot_headers" not in scope:
+        scope["parrot_headers"] = dict(reversed(scope["headers"]))
+    return bytes(scope["parrot_headers"].get(name, b""))
 
 
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:

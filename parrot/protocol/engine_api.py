@@ -2,10 +2,8 @@
 
 from array import array
 from collections.abc import Iterable
-from copy import copy
 from enum import StrEnum
-from functools import cache
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Base64UrlBytes, BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -39,30 +37,6 @@ class InternalPayload(BaseModel):
     """A newer peer may send more fields than this side knows; they are ignored."""
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, defer_build=True)
-
-    @classmethod
-    def of_valid(cls, **fields: Any) -> Self:
-        """An instance with these fields, which are not validated. It is faster than
-        `model_construct`, which visits all fields of the model."""
-        defaults, mutable = _defaults_of(cls)
-        values = {**defaults, **fields}
-        for name in mutable:
-            if name not in fields:
-                values[name] = copy(defaults[name])
-        made = cls.__new__(cls)
-        object.__setattr__(made, "__dict__", values)
-        object.__setattr__(made, "__pydantic_fields_set__", set(fields))
-        object.__setattr__(made, "__pydantic_extra__", None)
-        object.__setattr__(made, "__pydantic_private__", None)
-        return made
-
-
-@cache
-def _defaults_of(kind: type[InternalPayload]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The defaults of a model's fields, and the names of those that can change."""
-    fields = {name: f for name, f in kind.model_fields.items() if not f.is_required()}
-    defaults = {name: f.get_default(call_default_factory=True) for name, f in fields.items()}
-    return defaults, tuple(name for name in defaults if isinstance(defaults[name], list | dict))
 
 
 class EngineType(StrEnum):

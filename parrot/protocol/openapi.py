@@ -8,7 +8,7 @@ import orjson
 from fastapi import FastAPI
 from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
-from starlette.routing import BaseRoute
+from starlette.routing import BaseRoute, Match, Route
 
 from parrot.protocol.answers import BaseApp, Check
 from parrot.protocol.endpoint import Access, Endpoint, PathParameters, rules
@@ -83,7 +83,15 @@ def install(
     routes = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
     list(rules(routes))
     app.router.routes[:] = routes
-    app.direct.use(routes)
+    for route in routes:
+        if isinstance(route, Route) and "{" not in route.path:
+            for method in route.methods or ():
+                scope = {"type": "http", "method": method, "path": route.path}
+                for first in routes:  # An earlier route with parameters may match.
+                    if first.matches(scope)[0] is Match.FULL:
+                        break
+                if first is route:
+                    app.direct[method, route.path] = route.app
     _install_description(app, endpoints)
 
 

@@ -59,6 +59,7 @@ from parrot.protocol.errors import (
     UnsupportedField,
 )
 from parrot.utils.clock import Clock, MonotonicClock
+from parrot.utils.valid import of_valid
 
 _R = TypeVar("_R")
 _LATENCY_SMOOTHING = 0.1  # Weight of the newest answer in the moving average of latencies.
@@ -556,7 +557,7 @@ class _Answer:
         self._texts.append(text)
         self._contexts.append(self._context, text)
         if self._on_chunk is not None:
-            self._on_chunk(StreamChunk.of_valid(ids=[], text=text, logprobs=self._logprobs.part()))
+            self._on_chunk(of_valid(StreamChunk, ids=[], text=text, logprobs=self._logprobs.part()))
 
     def response(self, queue_s: float, *, is_stream: bool) -> GenerateResponse:
         """The complete answer. Without a stream, prefill time is included in `decode_s`. If the
@@ -573,7 +574,8 @@ class _Answer:
         is_timed = is_stream and self._first_text is not None
         first_text = self._first_text if is_timed else self._started
         assert first_text is not None
-        usage = Usage.of_valid(
+        usage = of_valid(
+            Usage,
             cached_tokens=counted.cached_tokens,
             computed_tokens=counted.prompt_tokens - counted.cached_tokens,
             output_tokens=counted.completion_tokens,
@@ -582,7 +584,8 @@ class _Answer:
             decode_s=self._clock.now() - first_text,
         )
         text = "".join(texts)
-        return GenerateResponse.of_valid(
+        return of_valid(
+            GenerateResponse,
             generated_text=text,
             generated_ids=[],
             finish_reason=self._reason,

@@ -21,7 +21,6 @@ from parrot.gateway.turns import Turn
 from parrot.protocol.answers import (
     EventStream,
     error_headers,
-    headers_of,
     request_id_of,
     run_until_disconnect,
 )
@@ -187,7 +186,8 @@ class VendorEndpoint(Endpoint):
             return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
-        given = headers_of(request.scope).items()
+        # The first value of each header. The dict is faster than several searches.
+        given = reversed(request.scope["headers"])
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
         api_key = api_key_of(headers)
         tenant, span = self._core.tenant(api_key), None

@@ -190,12 +190,10 @@ class Exchange:
             now = self._clock.now()
             for waiter in run.waiters:
                 waiter.times.first_token = now
-        ids, logprobs = chunk.ids, chunk.logprobs
-        run.ids.extend(ids)
-        run.num_streamed += max(len(ids), 1)
-        if logprobs is not None:
-            tokens = None if attempt.tokenizer is None else attempt.tokenizer.encoder.vocabulary
-            run.stats.logprobs = Logprobs.joined(run.stats.logprobs, logprobs, tokens)
+        tokens = None if attempt.tokenizer is None else attempt.tokenizer.encoder.vocabulary
+        run.ids.extend(chunk.ids)
+        run.num_streamed += max(len(chunk.ids), 1)
+        run.stats.logprobs = Logprobs.joined(run.stats.logprobs, chunk.logprobs, tokens)
         run.append(chunk.text)
 
 

@@ -264,7 +264,7 @@ class Prefetcher:
 
     async def _fill(self, job: _PrefetchJob, piece: FillPiece) -> None:
         completion = job.completion
-        request = FillRequest.of_valid(
+        request = FillRequest.model_construct(
             **dict(piece),
             session_id=completion.session_id,
             task_id=completion.id,

@@ -47,6 +47,9 @@ def count_cached(ledger: ContextLedger, engine: Engine, keys: Sequence[bytes]) -
     return match.num_covered, match.boundary.length
 
 
+_BLANK = GenerateRequest.model_construct(context_id=0)  # A copy is faster than a construction.
+
+
 def open_request(
     ledger: ContextLedger,
     run: Run,
@@ -66,28 +69,28 @@ def open_request(
     missing = prompt.missing()
     attempt.cache_miss = ledger.kv_stats.record_prompt(engine.id, prompt.length, missing)
     prompt.open_constant_prefix()
-    context = prompt.open_context(run.owner, reserved=max_output, is_pinned=True)
-    attempt.context = context
+    attempt.context = context = prompt.open_context(run.owner, reserved=max_output, is_pinned=True)
     ledger.evict_to_capacity(engine.id, completion.options.tenant)
-    return GenerateRequest.of_valid(
-        session_id=completion.session_id,
-        task_id=completion.id,
-        attempt=run.stats.attempts,
-        priority=attempt.priority,
-        cache_salt=completion.options.cache_salt,
-        tenant=completion.options.tenant,
-        weight=attempt.share.weight,
-        step_growth=attempt.share.step_growth,
-        traceparent=completion.traceparent,
-        request_id=completion.options.request_id,
-        client_key=completion.options.client_key,
-        conversation=attempt.conversation,
-        context_id=context.id,
-        fills=prompt.fills,
-        sampling_config=attempt.sampling,
-        resumed_ids=attempt.resumed_ids,
-        drafts=drafts,
-    )
+    fields = {
+        "session_id": completion.session_id,
+        "task_id": completion.id,
+        "attempt": run.stats.attempts,
+        "priority": attempt.priority,
+        "cache_salt": completion.options.cache_salt,
+        "tenant": completion.options.tenant,
+        "weight": attempt.share.weight,
+        "step_growth": attempt.share.step_growth,
+        "traceparent": completion.traceparent,
+        "request_id": completion.options.request_id,
+        "client_key": completion.options.client_key,
+        "conversation": attempt.conversation,
+        "context_id": context.id,
+        "fills": prompt.fills,
+        "sampling_config": attempt.sampling,
+        "resumed_ids": attempt.resumed_ids,
+        "drafts": drafts,
+    }
+    return _BLANK.model_copy(update=fields)
 
 
 def open_fill(ledger: ContextLedger, attempt: Attempt, parts: Sequence[Units]) -> list[FillPiece]:
@@ -207,7 +210,7 @@ class _Prompt:
         )
         self.attempt.opened.append(context)
         self.fills.append(
-            FillPiece.of_valid(
+            FillPiece.model_construct(
                 context_id=context.id,
                 parent_context_id=NO_PARENT if self.parent is None else self.parent.id,
                 parent_len=None if self.parent is None else self.length,

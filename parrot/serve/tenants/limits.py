@@ -105,10 +105,9 @@ class Quota:
         """Raise `QuotaExceeded` with the limit's name if `more` would exceed it."""
         quota: Quota | None = self
         while quota is not None:
-            own, limits, used = quota.own, quota._limits, quota.used
             for name, amount in more.items():
-                limit = own[name] if name in own else limits.get(name)
-                if limit is not None and amount and used[name] + amount > limit:
+                limit = quota.own.get(name, quota._limits.get(name))
+                if limit is not None and amount and quota.used[name] + amount > limit:
                     raise quota._exceeded(name, limit)
             quota = quota.parent
 
