@@ -370,7 +370,7 @@ class PostgresRecords(EndedSubjects):
                 self._reserve.release(server)
         except psycopg.Error as failure:
             logger.error("the journal's reserve cannot be released: %s", failure)
-            return False
+            return isinstance(error, Full)
         return True
 
     def refill(self) -> bool:

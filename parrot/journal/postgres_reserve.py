@@ -1,8 +1,11 @@
 """Disk space of a PostgreSQL server that is kept for the records of accepted work."""
 
+import logging
 from typing import Any
 
 import psycopg
+
+logger = logging.getLogger(__name__)
 
 _NAME = "parrot_reserve"
 _PAGE_BYTES = 8192
@@ -28,16 +31,19 @@ class TableReserve:
 
     def acquire(self, server: psycopg.Connection[tuple[Any, ...]]) -> bool:
         """Fill the table, in a transaction of the caller. Returns False if the disk has less than
-        twice the space for it: with less, the next records would need the reserve again at once."""
+        twice the space for it: with less, the next records would need the reserve again at once.
+        A user that may not create the table has no reserve, and need not wait for it."""
         if not self.is_held:
             try:
                 with server.transaction():
-                    server.execute(_CREATE)
                     self.look(server)
                     if not self.is_held:
+                        server.execute(_CREATE)
                         self._fill(server)
             except psycopg.errors.DiskFull:
                 return False
+            except psycopg.errors.InsufficientPrivilege as error:
+                logger.warning("the journal has no reserve on its disk: %s", error)
             self.is_held = True
         return True
 

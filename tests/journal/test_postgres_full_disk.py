@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from parrot.journal.log import Kind
-from parrot.journal.postgres import Lease, PostgresRecords, prepare
+from parrot.journal.postgres import Full, Lease, PostgresRecords, prepare
 from tests.gateway.vendors.conftest import Site
 from tests.journal.test_full_disk import held_call, read, until_accepted
 from tests.journal.test_journal_file import record
@@ -159,6 +159,24 @@ async def test_ended_sessions_make_room(address: str, disk: SmallDisk) -> None:
             await journal_of(site).durable()
         assert disk.free_bytes() > free_bytes - 2**20  # 2 MB were written.
         disk.clear()
+
+
+async def test_a_user_that_may_not_create_tables_has_no_reserve(
+    postgres: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = postgres.database()
+    prepare(address)
+    execute(address, "CREATE ROLE writer LOGIN PASSWORD 'w'")
+    execute(address, "GRANT ALL ON ALL TABLES IN SCHEMA public TO writer")
+    place = address.rpartition("@")[2]
+    async with held(f"postgresql://writer:w@{place}", SIZE) as records:
+        assert list(records.read()) == []
+        assert not records.is_short
+        assert "the journal has no reserve on its disk" in caplog.text
+        records.write([record(1)])
+        assert not records.use_reserve(psycopg.errors.DiskFull())
+        assert records.refill()
+        assert records.use_reserve(Full())  # That part of `journal_size` is not on the disk.
 
 
 def test_a_process_that_loses_records_logs_them_and_fails(
