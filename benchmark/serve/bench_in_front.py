@@ -6,8 +6,10 @@ The server answers at once (`instant_server.py`). Streamed requests of 4,000 let
 ServeCore, through a proxy that reads nothing (`plain_proxy.py`, the floor) and to the server
 directly, in turns. `--idle-s` is the time between two requests, in which caches become cold:
 
-  ttft_ms  milliseconds to the first token, median, and what ServeCore and the proxy add
-  cpu_ms   milliseconds of ServeCore's CPU per request with 1 token, and per further token
+  ttft_ms       milliseconds to the first token, median, and what ServeCore and the proxy add
+  long_ttft_ms  the same for prompts of 400,000 letters, about 100,000 tokens
+  cpu_ms        milliseconds of ServeCore's CPU per request with 1 token, and per further token;
+                `chunks` are 1,000 tokens of 256 streams at a time
 """
 
 import argparse
@@ -31,7 +33,8 @@ from benchmark.simulated import words
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 
-PROMPT_LETTERS = 4000
+PROMPT_LETTERS, LONG_LETTERS = 4000, 400_000
+NUM_STREAMS = 256
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -59,9 +62,15 @@ async def until_ready(http: aiohttp.ClientSession, url: str) -> None:
             await asyncio.sleep(0.05)  # Nothing else reports when the server has a model.
 
 
-async def ask(http: aiohttp.ClientSession, url: str, api: str, num_tokens: int) -> float:
+async def ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    api: str,
+    num_tokens: int,
+    letters: int = PROMPT_LETTERS,
+) -> float:
     """Seconds to the first token of one streamed request with a new prompt."""
-    text = words(random.Random(), PROMPT_LETTERS)
+    text = words(random.Random(), letters)
     prompt = (
         {"messages": [{"role": "user", "content": text}]} if api == "chat" else {"prompt": text}
     )
@@ -77,14 +86,20 @@ async def ask(http: aiohttp.ClientSession, url: str, api: str, num_tokens: int) 
 
 
 async def ttft(
-    http: aiohttp.ClientSession, api: str, urls: dict[str, str], num: int, idle_s: float
+    http: aiohttp.ClientSession,
+    api: str,
+    urls: dict[str, str],
+    num: int,
+    idle_s: float,
+    letters: int = PROMPT_LETTERS,
 ) -> dict[str, float]:
-    """Milliseconds. `urls`: "parrot", "proxy" and "direct"."""
+    """Milliseconds. `urls`: "parrot", "proxy" and "direct". The requests have 2 tokens, so that
+    the end of an answer does not arrive with its first token."""
     times: dict[str, list[float]] = {way: [] for way in urls}
     for _ in range(num):
         for way, url in urls.items():
             await asyncio.sleep(idle_s)
-            times[way].append(await ask(http, url, api, 1))
+            times[way].append(await ask(http, url, api, 2, letters))
     found = {way: round(1e3 * statistics.median(values), 3) for way, values in times.items()}
     for way in ("parrot", "proxy"):
         added = [a - b for a, b in zip(times[way], times["direct"], strict=True)]
@@ -93,13 +108,19 @@ async def ttft(
 
 
 async def cpu(
-    http: aiohttp.ClientSession, api: str, core: str, pid: int, num: int, num_tokens: int
+    http: aiohttp.ClientSession,
+    api: str,
+    core: str,
+    pid: int,
+    num: int,
+    num_tokens: int,
+    at_a_time: int = 32,
 ) -> float:
-    """ServeCore's CPU milliseconds per request, 32 requests at a time."""
-    before = cpu_seconds(pid)
-    for _ in range(num // 32):
-        await asyncio.gather(*(ask(http, core, api, num_tokens) for _ in range(32)))
-    return 1e3 * (cpu_seconds(pid) - before) / (num // 32 * 32)
+    """ServeCore's CPU milliseconds per request."""
+    before, rounds = cpu_seconds(pid), max(1, num // at_a_time)
+    for _ in range(rounds):
+        await asyncio.gather(*(ask(http, core, api, num_tokens) for _ in range(at_a_time)))
+    return 1e3 * (cpu_seconds(pid) - before) / (rounds * at_a_time)
 
 
 async def measure_api(
@@ -111,10 +132,17 @@ async def measure_api(
         await until_ready(http, urls["proxy"])
         await ttft(http, api, urls, 20, 0)
         found = await ttft(http, api, urls, num, args.idle_s)
+        long = await ttft(http, api, urls, max(5, num // 10), args.idle_s, LONG_LETTERS)
         one = await cpu(http, api, core, pid, num, 1)
         many = await cpu(http, api, core, pid, num, 65)
-    per_token = (many - one) / 64
-    return {"ttft_ms": found, "cpu_ms": {"request": round(one, 3), "token": round(per_token, 4)}}
+        few_of_all = await cpu(http, api, core, pid, num, 1, NUM_STREAMS)
+        many_of_all = await cpu(http, api, core, pid, num, 65, NUM_STREAMS)
+    figures = {
+        "request": round(one, 3),
+        "token": round((many - one) / 64, 4),
+        "chunks": round(1e3 * (many_of_all - few_of_all) / 64, 2),
+    }
+    return {"ttft_ms": found, "long_ttft_ms": long, "cpu_ms": figures}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
