@@ -90,11 +90,10 @@ def golden(checkpoint: Checkpoint) -> Golden:
     """transformers' `generate` on the weights that the engine dequantized."""
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     prompts = [tokenizer.encode(text).ids[:PROMPT_LENGTH] for text in TEXTS]
-    twin = transformers.LlamaForCausalLM(transformers.LlamaConfig(**checkpoint.config))
     weights = {name: checkpoint.take(name) for name in checkpoint.plans}
-    twin.load_state_dict(weights, strict=False)
-    twin.tie_weights()
-    twin.eval()
+    twin = transformers.LlamaForCausalLM.from_pretrained(
+        None, config=transformers.LlamaConfig(**checkpoint.config), state_dict=weights
+    ).eval()
     twin.generation_config.eos_token_id = None
     with torch.inference_mode():
         made = twin.generate(
