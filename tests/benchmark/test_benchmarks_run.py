@@ -22,7 +22,7 @@ TINY = {
     "bench_eager": ["--programs 1 --bystanders 0"],
     "bench_simulation": ["--engines 2 --tasks 10"],
     "bench_scheduler": ["--engines 2 --tasks 20"],
-    "bench_tenants": ["--crowd 150 --settle 0.5 --turns 1 --kinds latency --queries 100"],
+    "bench_tenants": ["--crowd 30 --settle 0.5 --turns 1 --kinds latency --queries 100"],
     "tests.scale.bench_shards": ["--calls 20 --turns 1 --concurrency 4 --reads 5"],
     "tests.scale.bench_size": ["--engines 2 --calls 20 --sessions 2"],
     "tests.scale.simulate": [

@@ -19,7 +19,7 @@ from parrot.utils.clock import MonotonicClock
 from parrot.utils.collector import Collector
 from tests.hostile.attacks import TEXTS, VENDORS, WORD, M, fields, made, packed
 from tests.support.app_server import running_in_thread
-from tests.support.cpu_speed import slowness
+from tests.support.cpu_speed import is_within
 from tests.support.fake_engine import fake_engine, register
 
 # A core that others share counts up to four times as much for the same work. So what can be asked
@@ -78,7 +78,7 @@ class Server:
             self.watch.longest_s = 0.0
             answer = self._ask(method, path, raw, token)
             self._ask("GET", "/health", None, "")  # what was under way has ended
-            if self.watch.longest_s < within_s * slowness():
+            if is_within(self.watch.longest_s, within_s):
                 return answer
         raise AssertionError((path, self.watch.longest_s, self.watch.where, str(answer)[:200]))
 
