@@ -92,10 +92,11 @@ def up(*urls: str, log_dir: Path, printed: list[str] | None = None) -> Iterator[
 
 def test_clients_call_the_server_through_parrot(tmp_path: Path) -> None:
     first, second = FakeOpenAI(owned_by="vllm"), FakeOpenAI(owned_by="vllm")
+    printed: list[str] = []
     with (
         running_in_thread(first.app()) as one,
         running_in_thread(second.app()) as two,
-        up(one, two, log_dir=tmp_path) as url,
+        up(one, two, log_dir=tmp_path, printed=printed) as url,
     ):
         body = {"model": "gpt-fake", "messages": [{"role": "user", "content": "x"}]}
         request = urllib.request.Request(
@@ -107,21 +108,20 @@ def test_clients_call_the_server_through_parrot(tmp_path: Path) -> None:
             answer = json.load(response)
         assert answer["choices"][0]["message"]["content"] == "one two three"
         assert len(first.bodies + second.bodies) == 1
+    assert_printed(printed[0], "not reported by its server", has_agent=True)
 
 
-@pytest.mark.parametrize(
-    ("length", "words", "has_agent"),
-    [(None, "not reported by its server", True), (4000, "4,000 tokens", False)],
-)
-def test_what_is_known_of_the_context_is_printed(
-    tmp_path: Path, length: int | None, words: str, has_agent: bool
-) -> None:
+def test_what_is_known_of_the_context_is_printed(tmp_path: Path) -> None:
     printed: list[str] = []
     with (
-        running_in_thread(FakeOpenAI(max_model_len=length).app()) as server,
+        running_in_thread(FakeOpenAI(max_model_len=4000).app()) as server,
         up(server, log_dir=tmp_path, printed=printed),
     ):
         pass
-    assert f"Context of gpt-fake: {words}. Prompt lengths are estimates." in printed[0]
-    assert ("ANTHROPIC_BASE_URL" in printed[0]) == has_agent
-    assert "parrot up Qwen" not in printed[0]
+    assert_printed(printed[0], "4,000 tokens", has_agent=False)
+
+
+def assert_printed(text: str, context: str, *, has_agent: bool) -> None:
+    assert f"Context of gpt-fake: {context}. Prompt lengths are estimates." in text
+    assert ("ANTHROPIC_BASE_URL" in text) == has_agent
+    assert "parrot up Qwen" not in text
