@@ -4,7 +4,7 @@
         [--group 128]
 
 Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
-is rows of weights, slices (1 for none) or blocks of a step, stages and warps. Floors: the weights
+is rows of weights, slices (1 for none), stages and warps. Floors: the weights
 once, at the copy rate of an H200."""
 
 import argparse
@@ -33,14 +33,13 @@ from parrot.engine.kernels.linear.four_bit import four_bit_linear
 from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
-Tile = tuple[int, int, int, int, int]
-"""Rows of weights, slices, blocks of a step, stages, warps."""
+Tile = tuple[int, int, int, int]
+"""Rows of weights, slices, stages, warps."""
 
 SIZES: Sequence[Tile] = [
-    *((32, 8, 1, 2, 8), (32, 8, 1, 4, 8), (32, 4, 1, 2, 4), (32, 4, 1, 3, 4), (32, 4, 1, 4, 4)),
-    *((64, 4, 1, 2, 4), (64, 4, 1, 3, 4), (64, 8, 1, 2, 8), (32, 2, 1, 4, 2), (16, 16, 1, 2, 16)),
-    *((64, 1, 2, 4, 4), (64, 1, 4, 3, 4), (128, 1, 1, 4, 4), (128, 1, 1, 6, 4), (128, 1, 2, 3, 4)),
-    *((128, 1, 2, 4, 4), (128, 1, 2, 4, 8), (256, 1, 1, 4, 8)),
+    *((32, 8, 2, 8), (32, 4, 2, 4), (32, 4, 3, 4), (32, 4, 4, 4), (64, 4, 3, 4), (16, 4, 3, 4)),
+    *((32, 2, 3, 2), (32, 2, 4, 2), (32, 2, 5, 2), (64, 2, 3, 2), (64, 1, 3, 4), (64, 1, 4, 4)),
+    *((128, 1, 2, 4), (128, 1, 3, 4), (128, 1, 4, 4), (128, 1, 3, 8), (256, 1, 3, 8)),
 ]
 MAX_MEMBERS = 64
 
@@ -55,11 +54,11 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        outputs, slices, unroll, stages, warps = self.tile
+        outputs, slices, stages, warps = self.tile
         step = outputs * (64 + 2 * 4 * (128 // self.group)) + self.members * 256
-        is_even = self.num_blocks % (self.splits * unroll * slices) == 0
+        is_even = self.num_blocks % (self.splits * slices) == 0
         is_small = slices * outputs * self.members // (32 * warps) <= 128  # sums in registers
-        return is_even and is_small and step * unroll * slices * stages <= SHARED_BYTES
+        return is_even and is_small and step * slices * stages <= SHARED_BYTES
 
     @property
     def members(self) -> int:
@@ -71,7 +70,8 @@ class Candidate:
 
     def weight(self) -> FourBitWords:
         outputs, inputs = self.product.weight_shape
-        words = torch.randint(-(2**15), 2**15, (outputs, inputs // 4), device="cuda")
+        shape = self.num_blocks, outputs, 32
+        words = torch.randint(-(2**15), 2**15, shape, device="cuda")
         scales = (torch.rand(inputs // self.group, outputs, device="cuda") + 0.5).half()
         factors = scales.view(torch.int16).to(torch.int32)
         zero = torch.tensor(-136.0, device="cuda").view(torch.int32)
@@ -86,8 +86,8 @@ class Candidate:
         return torch.empty(shape, device="cuda", dtype=dtype).squeeze(0)
 
     def run(self, x: torch.Tensor, weights: Sequence[FourBitWords], out: torch.Tensor) -> None:
-        outputs, slices, unroll, stages, warps = self.tile
-        tile = {"BM": self.members, "BN": outputs, "SLICES": slices, "UNROLL": unroll}
+        outputs, slices, stages, warps = self.tile
+        tile = {"BM": self.members, "BN": outputs, "SLICES": slices}
         tile |= {"STAGES": stages, "num_warps": warps}
         with patch.object(FourBitProduct, "tile", lambda _: dict(tile)):
             for weight in weights:

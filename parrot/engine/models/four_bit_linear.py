@@ -48,12 +48,13 @@ def words_of(matrix: FourBit) -> FourBitWords | None:
     words = parts[:, :, 0].clone()
     for index in range(1, CODES):
         words |= parts[:, :, index] << (4 * index)
-    return FourBitWords(words.flatten(1), factors.t().contiguous(), size, has_half_scales)
+    words = words.transpose(0, 1).contiguous()
+    return FourBitWords(words, factors.t().contiguous(), size, has_half_scales)
 
 
 def matrix_of(words: FourBitWords) -> FourBit:
     """The reverse of `words_of`."""
-    blocks = words.words.view(words.outputs, words.num_blocks, 1, -1)
+    blocks = words.words.transpose(0, 1).unsqueeze(2)
     parts = [blocks >> (4 * index) & 15 for index in range(CODES)]
     codes = torch.cat(parts, 2).flatten(1).to(torch.uint8)[:, : words.inputs]
     factors = words.factors.t()[:, : words.inputs // words.group].contiguous()

@@ -14,7 +14,7 @@ from parrot.engine.kernels.linear.four_bit import (
     four_bit_numbers,
     four_bit_qkv,
 )
-from parrot.engine.kernels.linear.four_bit_tiles import MOST_ROWS, FourBitProduct
+from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 from parrot.engine.kernels.linear.products import Rows, UndividedRows
 from parrot.engine.models.fused_weights import (
@@ -94,7 +94,7 @@ def four_bit_product(
 ) -> torch.Tensor:
     """x weight^T + bias, for any number of rows."""
     rows = rows_of(x)
-    if len(rows) > MOST_ROWS:
+    if len(rows) > FourBitProduct.of(len(rows), matrix).most_rows:
         return F.linear(rows, four_bit_numbers(matrix, rows.dtype), bias)
     out = rows.new_empty(len(rows), matrix.outputs)
     return four_bit_linear(x, matrix, out, bias=bias) if len(rows) else out

@@ -330,7 +330,6 @@ def four_bit_variant(
     rows: int = 16,
     outputs: int = 128,
     slices: int = 1,
-    unroll: int = 2,
     stages: int = 3,
     group: int = 128,
     silu: bool = False,
@@ -348,7 +347,6 @@ def four_bit_variant(
         constants |= dict.fromkeys(added)
     constants |= {"N": 14336, "K": 4096, "GROUP": group, "BM": rows, "BN": outputs, "HALF": True}
     constants |= {
-        "UNROLL": unroll,
         "STAGES": stages,
         "SLICES": slices,
         "BLOCKS": 32,
@@ -372,7 +370,7 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "PARTS": 64, "K": 4096}
     constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
-    constants |= {"UNROLL": 1, "STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
+    constants |= {"STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
     return compile_kernel(
         four_bit_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},

@@ -1,10 +1,13 @@
 """Products with weights of four bits on the tensor core. `four_bit` launches them.
 
-Weights are int16 words [outputs, inputs / 4], in blocks of 128 inputs with 32 words. Word j of a
-block has inputs j, j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input)
-is (code - zero) * scale. A group of 32, 64 or 128 inputs has one scale and one zero. They are in
-int32 `factors` [groups, outputs]: the scale in the lower half as float16 or bfloat16, and -128 -
-zero in the upper half as bfloat16. One load of 4 bytes is fetched ahead, as the words are.
+Weights are int16 words [inputs / 128, outputs, 32]. Word j of a block of 128 inputs has inputs j,
+j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input) is (code - zero) *
+scale. A group of 32, 64 or 128 inputs has one scale and one zero. They are in int32 `factors`
+[groups, outputs]: the scale in the lower half as float16 or bfloat16, and -128 - zero in the upper
+half as bfloat16. One load of 4 bytes is fetched ahead, as the words are.
+
+Copies to shared memory are the limit of products of few rows. A copy of 64 bytes takes as long as
+one of 128. So the words of neighbouring outputs are neighbours, and x is read in whole groups.
 
 A product multiplies whole numbers of up to 5 bits, which are exact in bfloat16, and then the sum
 of a group by its scale."""
@@ -89,6 +92,26 @@ def _load_factors(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
+def _codes(
+    words, factor, G: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr
+):
+    """The codes of group G of words [..., 32] minus the zeros of factors [...].
+
+    [..., 32] if the group is one part of the words, [..., 32, 2] if it is two, and [..., 32, 2, 2]
+    if it is four: parts 0 and 1, 2 and 3. Joining and permuting only renames registers."""
+    FIRST: tl.constexpr = G * GROUP // 32
+    codes = _part(words, factor, FIRST, KIND, ASSEMBLY)
+    if GROUP == 64:
+        codes = tl.join(codes, _part(words, factor, FIRST + 1, KIND, ASSEMBLY))
+    elif GROUP == 128:
+        even = tl.join(codes, _part(words, factor, 2, KIND, ASSEMBLY))
+        second = _part(words, factor, 1, KIND, ASSEMBLY)
+        odd = tl.join(second, _part(words, factor, 3, KIND, ASSEMBLY))
+        codes = tl.join(even, odd)
+    return codes
+
+
+@triton.jit
 def _products(
     words_ptr,
     factors_ptr,
@@ -103,7 +126,6 @@ def _products(
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
     HALF: tl.constexpr,
@@ -112,27 +134,27 @@ def _products(
     """BN rows of ROWS rows of weights times BM rows of x, over BLOCKS blocks. float32 [BN, BM]."""
     result = tl.zeros([BN, BM], dtype=tl.float32)
     word = tl.arange(0, 32)
-    row_words: tl.constexpr = (K + 127) // 128 * 32
-    words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
+    place = tl.arange(0, GROUP)
     kind = x_row_at.dtype.element_ty
-    for index in tl.range(0, BLOCKS, UNROLL, num_stages=STAGES):
-        for step in tl.static_range(UNROLL):
-            block = first_block + index + step
-            words = _load_words(words_at + block * 32, inside, WHOLE)
-            for part in tl.static_range(4):
-                if part * 32 % GROUP == 0:
-                    group = block * (128 // GROUP) + part * 32 // GROUP
-                    factor = _load_factors(factors_ptr + group * ROWS + row, inside, WHOLE)
-                    sums = tl.zeros([BN, BM], dtype=tl.float32)
-                column = block * 128 + part * 32 + word
-                is_input = live[:, None]
-                if K % 128 != 0:
-                    is_input = is_input & (column < K)[None, :]
-                x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
-                codes = _part(words, factor, part, kind, ASSEMBLY)
-                sums = tl.dot(codes, x, sums, input_precision="ieee")
-                if (part + 1) * 32 % GROUP == 0:
-                    result += sums * _scale_of(factor, HALF)[:, None]
+    for index in tl.range(0, BLOCKS, num_stages=STAGES):
+        block = first_block + index
+        words_at = words_ptr + (block.to(tl.int64) * ROWS + row)[:, None] * 32 + word[None, :]
+        words = _load_words(words_at, inside, WHOLE)
+        for group in tl.static_range(128 // GROUP):
+            factor_at = factors_ptr + (block * (128 // GROUP) + group) * ROWS + row
+            factor = _load_factors(factor_at, inside, WHOLE)
+            column = block * 128 + group * GROUP + place
+            is_input = live[:, None]
+            if K % 128 != 0:
+                is_input = is_input & (column < K)[None, :]
+            x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
+            codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
+            if GROUP == 64:
+                codes = tl.reshape(tl.permute(codes, (0, 2, 1)), [BN, GROUP])
+            elif GROUP == 128:
+                codes = tl.reshape(tl.permute(codes, (0, 2, 3, 1)), [BN, GROUP])
+            sums = tl.dot(codes, x, input_precision="ieee")
+            result += sums * _scale_of(factor, HALF)[:, None]
     return result
 
 
@@ -163,9 +185,8 @@ def _sliced_products(
     warps."""
     result = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
     word = tl.arange(0, 32)
+    place = tl.arange(0, GROUP)
     piece = tl.arange(0, SLICES)
-    row_words: tl.constexpr = (K + 127) // 128 * 32
-    words_at = words_ptr + row.to(tl.int64)[None, :, None] * row_words + word[None, None, :]
     kind = x_row_at.dtype.element_ty
     for index in tl.range(0, BLOCKS, SLICES, num_stages=STAGES):
         block = first_block + index + piece
@@ -173,23 +194,24 @@ def _sliced_products(
         if BLOCKS % SLICES != 0:
             exists = exists & (index + piece < BLOCKS)[:, None]
         even: tl.constexpr = WHOLE & (BLOCKS % SLICES == 0)
-        words = _load_words(words_at + block[:, None, None] * 32, exists, even)
-        for part in tl.static_range(4):
-            if part * 32 % GROUP == 0:
-                group = block * (128 // GROUP) + part * 32 // GROUP
-                factor = _load_factors(
-                    factors_ptr + group[:, None] * ROWS + row[None, :], exists, even
-                )
-                sums = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
-            column = block[:, None] * 128 + part * 32 + word[None, :]
+        tile_row = block.to(tl.int64)[:, None] * ROWS + row[None, :]
+        words = _load_words(words_ptr + tile_row[:, :, None] * 32 + word, exists, even)
+        for group in tl.static_range(128 // GROUP):
+            first_factor = (block * (128 // GROUP) + group) * ROWS
+            factor_at = factors_ptr + first_factor[:, None] + row[None, :]
+            factor = _load_factors(factor_at, exists, even)
+            column = block[:, None] * 128 + group * GROUP + place[None, :]
             is_input = live[None, :, None]
             if K % 128 != 0 or BLOCKS % SLICES != 0:
                 is_input = is_input & (column < K)[:, None, :]
             x = tl.load(x_row_at[None, :, :] + column[:, None, :], mask=is_input, other=0.0)
-            codes = _part(words, factor, part, kind, ASSEMBLY)
-            sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), sums, input_precision="ieee")
-            if (part + 1) * 32 % GROUP == 0:
-                result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
+            codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
+            if GROUP == 64:
+                codes = tl.reshape(tl.permute(codes, (0, 1, 3, 2)), [SLICES, BN, GROUP])
+            elif GROUP == 128:
+                codes = tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2)), [SLICES, BN, GROUP])
+            sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), input_precision="ieee")
+            result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
     return tl.sum(result, 0)
 
 
@@ -219,7 +241,6 @@ def four_bit_linear_kernel(
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -265,7 +286,7 @@ def four_bit_linear_kernel(
     else:
         result = _products(
             words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
-            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, N % OUTPUTS == 0, HALF,
+            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, STAGES, N % OUTPUTS == 0, HALF,
             ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
@@ -313,7 +334,6 @@ def four_bit_qkv_kernel(
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
     SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -348,7 +368,7 @@ def four_bit_qkv_kernel(
     else:
         result = _products(
             words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, UNROLL, STAGES, True, HALF, ASSEMBLY,
+            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, STAGES, True, HALF, ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
@@ -376,9 +396,8 @@ def four_bit_numbers_kernel(
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = row < N
     word = tl.arange(0, 32)
-    row_words: tl.constexpr = (K + 127) // 128 * 32
-    words_at = words_ptr + row.to(tl.int64)[:, None] * row_words + word[None, :]
-    words = tl.load(words_at + block * 32, mask=inside[:, None], other=0)
+    words_at = words_ptr + (block.to(tl.int64) * N + row)[:, None] * 32 + word[None, :]
+    words = tl.load(words_at, mask=inside[:, None], other=0)
     for part in tl.static_range(4):
         group = block * (128 // GROUP) + part * 32 // GROUP
         factor = tl.load(factors_ptr + group * N + row, mask=inside, other=0)

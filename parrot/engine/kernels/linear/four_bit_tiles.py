@@ -6,14 +6,11 @@ import triton
 
 from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 
-MOST_ROWS = 256  # With more rows, a product with the dequantised weight is faster.
-
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
 _MANY_BLOCKS = 64  # From this number of blocks on, also a narrow product is split.
-_SHORT = 8  # Up to this number of blocks, a program has more of them in flight.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -31,6 +28,11 @@ class FourBitProduct:
         return cls(rows, weight.outputs, weight.num_blocks, splits)
 
     @property
+    def most_rows(self) -> int:
+        """With more rows, a product with the dequantised weight is faster."""
+        return 256 if self.outputs > _MANY_OUTPUTS else 128
+
+    @property
     def num_splits(self) -> int:
         """The best number of splits of the inputs, if the caller sums their results."""
         # Fewer blocks for a program shorten its chain of dependent products.
@@ -44,12 +46,11 @@ class FourBitProduct:
 
     def tile(self) -> dict[str, int]:
         """Launch arguments."""
-        outputs, slices, unroll, stages, warps = self._sizes()
+        outputs, slices, stages, warps = self._sizes()
         return {
             "BM": self._members,
             "BN": outputs,
             "SLICES": slices,
-            "UNROLL": 1 if self.blocks // self.splits % unroll else unroll,
             "STAGES": stages,
             "num_warps": warps,
         }
@@ -64,11 +65,12 @@ class FourBitProduct:
     def _is_sliced(self) -> bool:
         return self._members <= _SLICED_ROWS
 
-    def _sizes(self) -> tuple[int, int, int, int, int]:
-        """Rows of weights, slices, blocks of a step of the loop, stages and warps."""
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """Rows of weights, slices, stages and warps."""
         is_wide = self.outputs > _MANY_OUTPUTS
-        if self._is_sliced:
-            return 32, 4, 1, 4 if is_wide or self.splits > 1 else 3, 4
-        if is_wide or self.splits > 1:
-            return 128, 1, 1, 6 if self.blocks // self.splits <= _SHORT else 4, 4
-        return 64, 1, 2, 4, 4
+        if self._members > _SLICED_ROWS:
+            is_long = self.splits > 1 and self.blocks >= _MANY_BLOCKS
+            return (128, 1, 3, 4) if is_wide or is_long else (64, 1, 4, 4)
+        if is_wide or self._members == _SLICED_ROWS:
+            return 32, 4, 3, 4
+        return 32, 2, 4, 2

@@ -12,7 +12,7 @@ CODES = 4  # Codes of a word.
 class FourBitWords:
     """A matrix of four bits with whole zeros, in blocks of `BLOCK` inputs.
 
-    `words` int16 [outputs, blocks * 32]; `factors` int32 [blocks * groups per block, outputs]. See
+    `words` int16 [blocks, outputs, 32]; `factors` int32 [blocks * groups per block, outputs]. See
     `four_bit_kernels`. The last block may be padded with zeros."""
 
     words: torch.Tensor
@@ -22,11 +22,11 @@ class FourBitWords:
 
     @property
     def outputs(self) -> int:
-        return len(self.words)
+        return self.words.shape[1]
 
     @property
     def num_blocks(self) -> int:
-        return self.words.shape[1] * CODES // BLOCK
+        return len(self.words)
 
     @property
     def group(self) -> int:
