@@ -16,7 +16,7 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
-from parrot.engine.core.steps import StepPlan, StepResult
+from parrot.engine.core.steps import Landed, StepPlan, StepResult
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.service import deliver
@@ -54,6 +54,9 @@ class CountingRunner(ModelRunner):
         self.num_tokens += plan.num_tokens
         self._clock.pass_time(plan.num_tokens * 1e-3)
         return super().run(plan)
+
+    def landed(self, *, wait: bool) -> Sequence[Landed]:
+        return [Landed(r.transfer_id, r.succeeded, 0.0) for r in super().landed(wait=wait)]
 
 
 class Twins:
