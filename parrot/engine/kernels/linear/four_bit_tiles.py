@@ -71,6 +71,8 @@ class FourBitProduct:
         if self._members > _SLICED_ROWS:
             is_long = self.splits > 1 and self.blocks >= _MANY_BLOCKS
             return (128, 1, 3, 4) if is_wide or is_long else (64, 1, 4, 4)
-        if is_wide or self._members == _SLICED_ROWS:
+        if is_wide:
             return 32, 4, 3, 4
-        return 32, 2, 4, 2
+        if self.splits > 1:
+            return 32, 4, 3 if self._members == _SLICED_ROWS else 4, 4
+        return (32, 4, 4, 4) if self._members == _SLICED_ROWS else (32, 2, 4, 2)
