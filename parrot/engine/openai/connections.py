@@ -27,6 +27,7 @@ from parrot.utils.traceparent import TraceParent
 
 _CONNECT_TIMEOUT_S = 5.0  # Per address of the server.
 _MAX_IDLE_S = 15.0  # Seconds after which an unused connection is closed.
+_MAX_HEAD = 2**16  # Bytes of the head of an answer.
 _MAX_ANSWER = 2**28  # Bytes of an answer that is not a stream.
 _LARGE_BODY = 2**16  # Bytes from which a body is not copied next to its head.
 _PORTS = {"http": 80, "https": 443}
@@ -130,6 +131,7 @@ class _Connection(asyncio.Protocol):
         self._alarm: asyncio.TimerHandle | None = None
         self._active_at = 0.0  # Last data of a stream, the start of another request, or its end.
         self._has_length = False  # The end of the answer does not close the connection.
+        self._num_head_bytes = 0  # Of a head that has not arrived completely.
 
     def send(self, head: bytes, body: bytes, on_event: OnEvent | None) -> Reply:
         """Send a request on an idle connection."""
@@ -174,6 +176,12 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the answer is not HTTP: {error}")
             self.abort()
+            return
+        if not reply.status:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD:
+                self._fail(f"the head of the answer has more than {_MAX_HEAD} bytes")
+                self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -213,6 +221,7 @@ class _Connection(asyncio.Protocol):
             self._reply.headers[key] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        self._num_head_bytes = 0
         if self._reply is not None:
             self._reply.begin(self._parser.get_status_code())
 

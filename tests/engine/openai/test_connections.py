@@ -150,6 +150,17 @@ async def test_failed_answers(
     assert error is not EngineFailed or "503 {} 7" in raised.value.message
 
 
+async def test_a_head_has_a_limit() -> None:
+    head = b"HTTP/1.1 200 OK\r\nX: " + b"a" * 2**16
+    async with connected(Scripted([head])) as connections:
+        with pytest.raises(Unavailable, match="more than 65536 bytes"):
+            await connections.post("/x", {})
+    body = b'"' + b"a" * 2**17 + b'"'
+    whole = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
+    async with connected(Scripted([whole])) as connections:
+        assert await connections.post("/x", {}) == "a" * 2**17
+
+
 async def test_a_stream_that_is_cut_off_fails_after_its_events() -> None:
     found: list[bytes] = []
     async with connected(Scripted([EVENTS + piece(b"data: 1\n\n"), b""])) as connections:
