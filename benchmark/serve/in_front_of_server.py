@@ -53,6 +53,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
+    report.uses("cases", {case: CASES[case] for case in args.only})
     bench(
         args.parrot, args.server, "--num-requests 4 --concurrency 1 --output-tokens 8"
     )  # Warm up.
