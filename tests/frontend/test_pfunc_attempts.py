@@ -205,16 +205,22 @@ def test_an_attempt_that_is_refused_is_one_that_failed(
             raise refusals.pop()
         return await submit(self, subject, payload)
 
-    async def refused(*_: Any) -> Any:
-        raise NoEngine("none")
+    later: list[NoEngine] = []
+    submit_graph = session.Session.submit_graph
+
+    async def submitted_once(self: session.Session, *args: Any) -> Any:
+        if later:
+            raise later[0]
+        later.append(NoEngine("none"))
+        return await submit_graph(self, *args)
 
     monkeypatch.setattr(session.Session, "semantic_call", submitted)
     say(engine, BAD, GOOD)
     with vm.running_scope():
         assert age.with_options(retries=3)("Ada").get(timeout=20) == Age(years=36)
         say(engine, BAD)
+        monkeypatch.setattr(session.Session, "submit_graph", submitted_once)
         unasked = age.with_options(retries=1)("Ada")
-        monkeypatch.setattr(session.Session, "submit_graph", refused)
         with pytest.raises(Cancelled):
             unasked.get(timeout=20)
 
