@@ -95,20 +95,31 @@ def _load_factors(at, inside, WHOLE: tl.constexpr):
 def _codes(
     words, factor, G: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr
 ):
-    """The codes of group G of words [..., 32] minus the zeros of factors [...].
+    """The codes of group G of words [..., 32] minus the zeros of factors [...], as [..., GROUP].
 
-    [..., 32] if the group is one part of the words, [..., 32, 2] if it is two, and [..., 32, 2, 2]
-    if it is four: parts 0 and 1, 2 and 3. Joining and permuting only renames registers."""
+    Joining the parts and exchanging dimensions only renames registers."""
     FIRST: tl.constexpr = G * GROUP // 32
     codes = _part(words, factor, FIRST, KIND, ASSEMBLY)
     if GROUP == 64:
-        codes = tl.join(codes, _part(words, factor, FIRST + 1, KIND, ASSEMBLY))
+        codes = _side_by_side(codes, _part(words, factor, FIRST + 1, KIND, ASSEMBLY))
     elif GROUP == 128:
-        even = tl.join(codes, _part(words, factor, 2, KIND, ASSEMBLY))
-        second = _part(words, factor, 1, KIND, ASSEMBLY)
-        odd = tl.join(second, _part(words, factor, 3, KIND, ASSEMBLY))
-        codes = tl.join(even, odd)
+        third = _part(words, factor, 2, KIND, ASSEMBLY)
+        codes = _side_by_side(codes, _part(words, factor, 1, KIND, ASSEMBLY))
+        rest = _side_by_side(third, _part(words, factor, 3, KIND, ASSEMBLY))
+        codes = _side_by_side(codes, rest)
     return codes
+
+
+@triton.jit
+def _side_by_side(first, second):
+    """[..., n] and [..., n] as [..., 2 n]."""
+    both = tl.join(first, second)
+    if len(first.shape) == 2:
+        both = tl.reshape(tl.permute(both, (0, 2, 1)), [first.shape[0], 2 * first.shape[1]])
+    else:
+        shape: tl.constexpr = [first.shape[0], first.shape[1], 2 * first.shape[2]]
+        both = tl.reshape(tl.permute(both, (0, 1, 3, 2)), shape)
+    return both
 
 
 @triton.jit
@@ -149,10 +160,6 @@ def _products(
                 is_input = is_input & (column < K)[None, :]
             x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
             codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
-            if GROUP == 64:
-                codes = tl.reshape(tl.permute(codes, (0, 2, 1)), [BN, GROUP])
-            elif GROUP == 128:
-                codes = tl.reshape(tl.permute(codes, (0, 2, 3, 1)), [BN, GROUP])
             sums = tl.dot(codes, x, input_precision="ieee")
             result += sums * _scale_of(factor, HALF)[:, None]
     return result
@@ -206,10 +213,6 @@ def _sliced_products(
                 is_input = is_input & (column < K)[:, None, :]
             x = tl.load(x_row_at[None, :, :] + column[:, None, :], mask=is_input, other=0.0)
             codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
-            if GROUP == 64:
-                codes = tl.reshape(tl.permute(codes, (0, 1, 3, 2)), [SLICES, BN, GROUP])
-            elif GROUP == 128:
-                codes = tl.reshape(tl.permute(codes, (0, 1, 3, 4, 2)), [SLICES, BN, GROUP])
             sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), input_precision="ieee")
             result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
     return tl.sum(result, 0)
