@@ -247,11 +247,11 @@ def server_client(config: OpenAIConfig, environ: Mapping[str, str] = os.environ)
 def _client(
     config: OpenAIConfig, key: str | None, tls: ssl.SSLContext | None, errors: ErrorTranslator
 ) -> HttpClient:
-    is_azure = config.instance.is_azure
+    bearer_token, headers = _places_of_key(config, key)
     return HttpClient(
         _base_url(config),
-        bearer_token=None if is_azure else key,
-        headers={"api-key": key} if is_azure and key else None,
+        bearer_token=bearer_token,
+        headers=headers,
         read_error=errors.read,
         tls=tls,
     )
@@ -262,15 +262,25 @@ def _server_connections(
 ) -> ServerConnections:
     instance = config.instance
     version = {"api-version": instance.azure_api_version}
+    bearer_token, headers = _places_of_key(config, key)
     return ServerConnections(
         _base_url(config),
-        bearer_token=None if instance.is_azure else key,
-        headers={"api-key": key} if instance.is_azure and key else None,
+        bearer_token=bearer_token,
+        headers=headers,
         query=f"?{urlencode(version)}" if instance.is_azure else "",
         read_error=errors.read,
         tls=tls,
         timeout_s=_ANSWER_TIMEOUT_S,
     )
+
+
+def _places_of_key(
+    config: OpenAIConfig, key: str | None
+) -> tuple[str | None, dict[str, str] | None]:
+    """The bearer token and the other headers that send the key."""
+    if config.instance.is_azure:
+        return None, {"api-key": key} if key else None
+    return key, None
 
 
 def _target(config: OpenAIConfig) -> Target:
