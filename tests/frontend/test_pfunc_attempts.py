@@ -410,14 +410,20 @@ def test_a_retry_reaches_the_engine_although_results_are_reused(engine: FakeEngi
     assert len(engine.prompts) == 2
 
 
+def hanging_call(engine: FakeEngine) -> P.SemanticVariable:
+    """The output of a call with retries and a fallback, which the engine never answers."""
+    engine.script = Script(hang_after=0)
+    var: P.SemanticVariable = tell.with_options(retries=2, fallback=careful_tell)("x")
+    while not engine.requests:
+        time.sleep(0.01)
+    return var
+
+
 def test_a_cancelled_call_does_not_go_to_its_fallback(
     vm: P.VirtualMachine, engine: FakeEngine
 ) -> None:
-    engine.script = Script(hang_after=0)
     with vm.running_scope():
-        var = tell.with_options(retries=2, fallback=careful_tell)("x")
-        while not engine.requests:
-            time.sleep(0.01)
+        var = hanging_call(engine)
         var.cancel()
         with pytest.raises(Cancelled):
             var.get(timeout=20)
@@ -428,11 +434,8 @@ def test_a_cancelled_call_does_not_go_to_its_fallback(
 def test_a_call_that_an_operator_cancels_does_not_go_to_its_fallback(
     vm: P.VirtualMachine, engine: FakeEngine
 ) -> None:
-    engine.script = Script(hang_after=0)
     with vm.running_scope():
-        var = tell.with_options(retries=2, fallback=careful_tell)("x")
-        while not engine.requests:
-            time.sleep(0.01)
+        var = hanging_call(engine)
         session_id, session_auth = current_session.of_context.get()._scope
         body = json.dumps({"session_id": session_id, "session_auth": session_auth}).encode()
         path = f"{vm.core_http_addr}/v1/request/1/cancel"
