@@ -18,12 +18,7 @@ from pydantic import (
 )
 
 from parrot.gateway.turns import Turn
-from parrot.protocol.answers import (
-    EventStream,
-    error_headers,
-    request_id_of,
-    run_until_disconnect,
-)
+from parrot.protocol.answers import EventStream, error_headers, request_id_of, run_until_disconnect
 from parrot.protocol.endpoint import (
     Access,
     Described,
