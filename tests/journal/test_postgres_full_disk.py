@@ -46,6 +46,7 @@ def address(postgres: Server, disk: SmallDisk) -> Iterator[str]:
     """A database on the small disk."""
     address = postgres.database("small")
     yield address
+    disk.clear()
     execute(postgres.address("postgres"), f"DROP DATABASE {address.rpartition('/')[2]}")
     execute(postgres.address("postgres"), "CHECKPOINT")  # It removes the files.
 
@@ -54,6 +55,15 @@ def address(postgres: Server, disk: SmallDisk) -> Iterator[str]:
 async def on_postgres(address: str, engine: Any = None) -> AsyncIterator[Site]:
     async with held(address, SIZE) as records, serving(records, engine) as site:  # type: ignore[arg-type]
         yield site
+
+
+async def free_bytes(disk: SmallDisk) -> int:
+    """Of the next second, the most: each attempt to fill the reserve uses all for a moment."""
+    found = []
+    for _ in range(20):
+        found.append(disk.free_bytes())
+        await asyncio.sleep(0.05)
+    return max(found)
 
 
 async def state(site: Site) -> str:
@@ -95,7 +105,7 @@ async def test_finished_work_is_written_to_the_reserve_and_new_work_is_refused(
         disk.fill()
         accepted = await until_refused(site, scope)
         assert await state(site) == "reserve"
-        assert RESERVE / 2 < disk.free_bytes() < 2 * RESERVE
+        assert RESERVE / 2 < await free_bytes(disk) < 2 * RESERVE
         site.engine.resume.set()
         status, _, value = await read(site, path, scope)
         assert status == 200
@@ -148,7 +158,7 @@ async def test_ended_sessions_make_room(address: str, disk: SmallDisk) -> None:
         execute(address, "ALTER TABLE parrot_records SET (autovacuum_enabled = off)")
         disk.fill(2**20)
         await until_refused(site, scopes[1])
-        free_bytes = disk.free_bytes()
+        before = await free_bytes(disk)
         headers = {"Authorization": f"Bearer {scopes[0]['session_auth']}"}
         path = f"/v1/session/{scopes[0]['session_id']}"
         async with site.http.delete(path, headers=headers) as gone:
@@ -157,8 +167,7 @@ async def test_ended_sessions_make_room(address: str, disk: SmallDisk) -> None:
         for _ in range(5):
             journal_of(site).append(str(scopes[1]["session_id"]), Kind.READ, large)
             await journal_of(site).durable()
-        assert disk.free_bytes() > free_bytes - 2**20  # 2 MB were written.
-        disk.clear()
+        assert await free_bytes(disk) > before - 2**20  # 2 MB were written.
 
 
 async def test_a_user_that_may_not_create_tables_has_no_reserve(
@@ -193,7 +202,6 @@ def test_a_process_that_loses_records_logs_them_and_fails(
         assert (status, answer["error"]["type"]) == (507, "insufficient_storage")
         process.send_signal(signal.SIGTERM)
         _, log = process.communicate(timeout=60)
-    disk.clear()
     assert process.returncode == 1
     assert "records are lost, because it cannot be written" in log
     assert f"{session['session_id']}: 1" in log

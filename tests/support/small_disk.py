@@ -38,8 +38,8 @@ class SmallDisk:
         subprocess.run(["mount", "-o", options, self.folder], check=True)
 
     def clear(self) -> None:
-        """Remove that file."""
-        self._filler.unlink()
+        """Remove that file, if there is one."""
+        self._filler.unlink(missing_ok=True)
 
 
 @contextmanager
