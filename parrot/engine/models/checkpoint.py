@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ from parrot.engine.models.default_sampling import (
     gguf_sampling,
 )
 from parrot.engine.models.families import spec_from_config
+from parrot.engine.models.four_bit import CodeFormat
 from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.packed import Packed, Weights
@@ -91,6 +92,8 @@ class Checkpoint:
     tensors: TensorSource
     read_tokenizer: Callable[[], TokenizerResponse]  # May raise any exception.
     default_sampling: DefaultSampling
+    # How a GPU keeps matrices of a GGUF file, by the file's Hugging Face names.
+    gpu_formats: Mapping[str, CodeFormat] = field(default_factory=dict)
 
     def load_tokenizer(self) -> TokenizerResponse:
         """Raises `ConfigError`."""
@@ -130,13 +133,18 @@ class Checkpoint:
         """A matrix in the format of the source; None for plain numbers, and for rows in another
         order."""
         plan = self.plans[name]
-        if not plan.is_contiguous or plan.order:
+        if not plan.is_unchanged:
             return None
         rows = _source_part(plan, part)
         matrix = self.tensors.packed(plan.source, device, rows)
         if matrix is not None:
             self._check(plan, matrix.codes, rows)
         return matrix
+
+    def gpu_format(self, name: str) -> CodeFormat | None:
+        """How a GPU keeps a matrix of a GGUF file; None in the decoder's type."""
+        plan = self.plans[name]
+        return self.gpu_formats.get(plan.source) if plan.is_unchanged else None
 
     def _check(self, plan: TensorPlan, tensor: torch.Tensor, part: Part | None) -> None:
         whole = plan.source_shape
@@ -181,7 +189,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
         file = GGUFFile(path)
         tensors = None if dummy else file
         sampling = gguf_sampling(file.metadata, str(path))
-        return _checkpoint(
+        found = _checkpoint(
             str(path),
             file.config,
             tensors,
@@ -189,6 +197,9 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
             sampling.over(EMBEDDED_SAMPLING) if model == EMBEDDED else sampling,
             seed,
         )
+        if dummy:
+            return found
+        return replace(found, gpu_formats=file.gpu_formats(source_shapes(found.plans)))
     config = read_json(path / "config.json")
     if not config:
         raise ConfigError(f"{path}: no readable config.json; not a model folder")

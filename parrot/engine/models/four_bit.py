@@ -7,6 +7,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """How a matrix of codes is kept on a GPU."""
+
+    bits: int  # Of a code.
+    group: int  # Inputs with one scale.
+
+
+@dataclass(frozen=True, slots=True)
 class FourBit:
     """A matrix whose number [r, c] is codes[r, c] * scales[r, c / group] + least[r, c / group].
 

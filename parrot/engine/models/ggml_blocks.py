@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.four_bit import CodeFormat, FourBit
 
 BLOCK = 32
 
@@ -21,6 +21,8 @@ class CutOff(Exception):
 
 
 _F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
+# The types that a GPU multiplies as codes.
+GPU_FORMATS = {_Q4_0: CodeFormat(4, BLOCK)}
 
 
 def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | None:

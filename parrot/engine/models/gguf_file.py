@@ -5,7 +5,7 @@ itself, because the `gguf` package takes seconds for the 100,000 strings of a to
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.ggml_blocks import CutOff, dequantise, four_bit
+from parrot.engine.models.four_bit import CodeFormat, FourBit
+from parrot.engine.models.ggml_blocks import GPU_FORMATS, CutOff, dequantise, four_bit
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
@@ -159,6 +159,11 @@ class GGUFFile:
         if part is not None and matrix is not None and matrix.codes.shape[part.dim] == part.size:
             matrix = part.of_four_bit(matrix)
         return None if matrix is None else matrix.map(lambda rows: rows.to(device))
+
+    def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
+        """How a GPU keeps those of the matrices that it multiplies as codes."""
+        kinds = {name: self._tensors[_ggml_name(name)].kind for name in names}
+        return {name: GPU_FORMATS[kind] for name, kind in kinds.items() if kind in GPU_FORMATS}
 
     def _four_bit(self, name: str) -> FourBit | None:
         own_name = _ggml_name(name)

@@ -31,8 +31,13 @@ class Weights(Enum):
         if self is Weights.PLAIN or device.type != "cuda":
             return None
         if (group := group_size(config)) is not None:
-            return 0.5 + _FACTOR_BYTES / min(group, BLOCK)
+            return code_bytes(4, group)
         return 1.0 if stays_e4m3(config) else None
+
+
+def code_bytes(bits: int, group: int) -> float:
+    """Bytes of a code on a GPU, with its part of the factors of its group."""
+    return bits / 8 + _FACTOR_BYTES / min(group, BLOCK)
 
 
 def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:

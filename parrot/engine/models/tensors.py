@@ -2,7 +2,7 @@
 
 All decoders use the names of Llama's tensors. `TensorNames` has the names of a checkpoint."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from math import prod
 
@@ -43,6 +43,11 @@ class TensorPlan:
     def is_contiguous(self) -> bool:
         """Whether the tensor is consecutive rows of the source."""
         return not self.head_step and not self.transposed
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the tensor is consecutive rows of the source, in the source's order."""
+        return self.is_contiguous and not self.order
 
     def of(self, source: torch.Tensor) -> torch.Tensor:
         """The tensor, before `ordered`."""
@@ -90,6 +95,18 @@ def is_matrix(name: str) -> bool:
     """Whether a tensor, by the decoder's name, is a matrix of a layer."""
     module, _, parameter = name.rpartition(".")
     return parameter == "weight" and module.endswith(tuple(f".{x}" for x in _MATRICES))
+
+
+def products_of(names: Iterable[str]) -> list[list[str]]:
+    """The matrices of layers among tensors, by the decoder's names. Those of one product are one
+    list."""
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name in filter(is_matrix, names):
+        module = name.removesuffix(".weight")
+        own = next(x for x in _MATRICES if module.endswith(f".{x}"))
+        joined = next((x for x in _JOINED if own in x), (own,))
+        found.setdefault((module.removesuffix(own), joined), []).append(name)
+    return list(found.values())
 
 
 def num_layer_weights(spec: DecoderSpec) -> int:

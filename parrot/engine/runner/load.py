@@ -31,7 +31,7 @@ from parrot.engine.runner.kv_cache import MIB, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.sizes import KvMemory, KvSizes
-from parrot.engine.runner.weights import E4M3, choose_weights
+from parrot.engine.runner.weights import E4M3, bytes_of_matrices, choose_weights
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def load_rank(
     memory = KvMemory(spec, config, block_size, dtype)
     sizes = memory.with_blocks(instance.num_kv_cache_blocks or 1)
     weights = choose_weights(config, checkpoint, shard, device, dtype)
-    matrix_bytes = weights.matrix_bytes(checkpoint.config, device)
+    matrix_bytes = bytes_of_matrices(weights, checkpoint, shard, device, dtype)
     require_fit(checkpoint.source, spec, sizes, instance, device, matrix_bytes=matrix_bytes)
     model = load_decoder(checkpoint, dtype, device, weights=weights, shard=shard)
     unit = None

@@ -2,6 +2,7 @@
 
 import logging
 from importlib.util import find_spec
+from math import prod
 
 import torch
 
@@ -9,10 +10,10 @@ from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import Checkpoint
 from parrot.engine.models.four_bit_linear import has_words
 from parrot.engine.models.fp8 import unaligned
-from parrot.engine.models.packed import Weights
+from parrot.engine.models.packed import Weights, code_bytes
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.quantisation import group_size, stays_e4m3
-from parrot.engine.models.tensors import is_matrix
+from parrot.engine.models.tensors import is_matrix, products_of
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,31 @@ def choose_weights(
     if reason is not None and checkpoint.config.get("quantization_config"):
         logger.warning("quantised weights are converted to %s: their format %s", dtype, reason)
     return Weights.KEPT if reason is None else Weights.PLAIN
+
+
+def bytes_of_matrices(
+    weights: Weights,
+    checkpoint: Checkpoint,
+    shard: Partition | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> float | None:
+    """Bytes of a number of the layers' matrices, on average; None for those of `dtype`."""
+    formats = checkpoint.gpu_formats
+    if weights is not Weights.KEPT or device.type != "cuda" or not formats:
+        return weights.matrix_bytes(checkpoint.config, device)
+    shapes = _matrix_shapes(checkpoint, shard)
+
+    def bytes_of_product(names: list[str]) -> float:
+        kept = {checkpoint.gpu_format(name) for name in names}
+        found = kept.pop()
+        if found is None or kept or any(shapes[name][1] % found.group for name in names):
+            return dtype.itemsize  # Of several formats, or a rank's part that splits a group.
+        return code_bytes(found.bits, found.group)
+
+    counts = [(names, sum(prod(shapes[name]) for name in names)) for names in products_of(shapes)]
+    num_bytes = sum(bytes_of_product(names) * count for names, count in counts)
+    return num_bytes / sum(count for _, count in counts)
 
 
 def _without_kernels(device: torch.device, capability: tuple[int, int]) -> str | None:

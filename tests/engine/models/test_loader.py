@@ -1,7 +1,6 @@
 """Opening checkpoints: folders, GGUF files, random weights, and everything wrong with them."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,58 +25,11 @@ from parrot.engine.models.tensors import num_weights
 from parrot.engine.models.tokenizers import gguf_tokenizer, word_tokenizer
 from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
+from tests.support.gguf_models import write_gguf
 from tests.support.tiny_model import BOS_ID, EOS_ID, TINY_CONFIGS, make_tiny_model
 
 CPU = torch.device("cpu")
 Q4 = gguf.GGMLQuantizationType.Q4_1
-
-
-def write_gguf(
-    path: Path,
-    architecture: str = "llama",
-    change: Callable[[dict[str, np.ndarray[Any, Any]], gguf.GGUFWriter], None] | None = None,
-    kind: gguf.GGMLQuantizationType | None = None,
-) -> dict[str, np.ndarray[Any, Any]]:
-    """A tiny GGUF as llama.cpp's converter would write it; returns the tensors it holds, under
-    their Hugging Face names and in their layout."""
-    config = TINY_CONFIGS[architecture] | {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "head_dim": 32,
-    }
-    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
-    folder = make_tiny_model(path.parent / "twin", architecture, overrides=config)
-    tensors = {k: v.numpy() for k, v in load_file(folder / "model.safetensors").items()}
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(96)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_key_length(32)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10000.0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
-    stored = {}
-    for name, value in tensors.items():
-        data = value
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = 2 if "q_proj" in name else 1
-            data = value.reshape(heads, 2, -1, 64).swapaxes(1, 2).reshape(value.shape)
-        stored[f"{names.get_name(name.removesuffix('.weight'))}.weight"] = data
-    if change is not None:
-        change(stored, writer)
-    for name, data in stored.items():
-        if kind is not None and data.ndim == 2:
-            writer.add_tensor(name, gguf.quantize(data, kind), raw_dtype=kind)
-        else:
-            writer.add_tensor(name, np.ascontiguousarray(data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return tensors
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import Checkpoint, open_checkpoint
+from parrot.engine.models.four_bit import CodeFormat
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
+from parrot.engine.models.tensors import is_matrix
 from parrot.engine.runner import weights as module
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.weights import choose_weights
+from parrot.engine.runner.weights import bytes_of_matrices, choose_weights
 from parrot.utils.config import ConfigError
+from tests.support.gguf_models import Kind, write_gguf
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 BF16 = torch.bfloat16
@@ -140,3 +144,40 @@ def test_bytes_of_a_number(
     assert Weights.KEPT.matrix_bytes(config, device) == expected
     assert Weights.PLAIN.matrix_bytes(config, device) is None
     assert Weights.E4M3.matrix_bytes({}, device) == 1.0
+
+
+def with_formats(formats: Mapping[str, CodeFormat]) -> Checkpoint:
+    return replace(LARGE, gpu_formats=formats)
+
+
+def mean_bytes(checkpoint: Checkpoint, weights: Weights = Weights.KEPT, ranks: int = 1) -> Any:
+    shard = None if ranks == 1 else Partition(checkpoint.spec, RankGroup(1, ranks))
+    return bytes_of_matrices(weights, checkpoint, shard, GPU, BF16)
+
+
+def test_bytes_of_a_number_in_a_gguf_file() -> None:
+    """Each product counts as the device keeps it: q, k and v are one."""
+    four, wide = CodeFormat(4, 32), CodeFormat(4, 4096)
+    names = list(filter(is_matrix, LARGE.plans))
+    matrices = 218_103_808  # Of a layer.
+    whole = dict.fromkeys(names, four)
+    assert mean_bytes(with_formats(whole)) == 0.5 + 4 / 32
+    assert mean_bytes(with_formats(whole), Weights.PLAIN) is None
+    assert mean_bytes(with_formats({})) is None
+    down = [name for name in names if name.endswith("down_proj.weight")]
+    some = mean_bytes(with_formats(dict.fromkeys(down, four)))
+    assert some == pytest.approx(2 - 1.375 * 14336 * 4096 / matrices)
+    without_v = {name: four for name in names if "v_proj" not in name}
+    rest = matrices - 6144 * 4096
+    assert mean_bytes(with_formats(without_v)) == pytest.approx(2 - 1.375 * rest / matrices)
+    split = mean_bytes(with_formats(whole | dict.fromkeys(down, wide)), ranks=8)
+    assert split == pytest.approx(0.625 + 1.375 * 14336 * 4096 / matrices)
+
+
+def test_the_types_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", kind=Kind.Q4_0)
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    assert mean_bytes(checkpoint) == 0.5 + 4 / 32
+    assert open_checkpoint(checkpoint.source, dummy=True).gpu_formats == {}
+    write_gguf(tmp_path / "other.gguf", kind=Kind.F16)
+    assert mean_bytes(open_checkpoint(str(tmp_path / "other.gguf"))) is None
