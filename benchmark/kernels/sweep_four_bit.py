@@ -29,9 +29,9 @@ from benchmark.kernels.sweep_products import (
 )
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
-from parrot.engine.kernels.linear.four_bit import four_bit_linear
-from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
-from parrot.engine.kernels.linear.four_bit_words import FourBitWords
+from parrot.engine.kernels.linear.words import words_linear
+from parrot.engine.kernels.linear.words_layout import Words
+from parrot.engine.kernels.linear.words_tiles import WordsProduct
 
 Tile = tuple[int, int, int, int]
 """Rows of weights, slices, stages, warps."""
@@ -68,14 +68,14 @@ class Candidate:
     def num_blocks(self) -> int:
         return self.product.inputs // 128
 
-    def weight(self) -> FourBitWords:
+    def weight(self) -> Words:
         outputs, inputs = self.product.weight_shape
         shape = self.num_blocks, outputs, 32
         words = torch.randint(-(2**15), 2**15, shape, device="cuda")
         scales = (torch.rand(inputs // self.group, outputs, device="cuda") + 0.5).half()
         factors = scales.view(torch.int16).to(torch.int32)
         zero = torch.tensor(-136.0, device="cuda").view(torch.int32)
-        return FourBitWords(words.to(torch.int16), factors | zero, inputs, True)
+        return Words(words.to(torch.int16), factors | zero, inputs, True)
 
     def x(self) -> torch.Tensor:
         return normal(self.rows, self.product.inputs)
@@ -85,13 +85,13 @@ class Candidate:
         dtype = torch.float32 if self.splits > 1 else torch.bfloat16
         return torch.empty(shape, device="cuda", dtype=dtype).squeeze(0)
 
-    def run(self, x: torch.Tensor, weights: Sequence[FourBitWords], out: torch.Tensor) -> None:
+    def run(self, x: torch.Tensor, weights: Sequence[Words], out: torch.Tensor) -> None:
         outputs, slices, stages, warps = self.tile
         tile = {"BM": self.members, "BN": outputs, "SLICES": slices}
         tile |= {"STAGES": stages, "num_warps": warps}
-        with patch.object(FourBitProduct, "tile", lambda _: dict(tile)):
+        with patch.object(WordsProduct, "tile", lambda _: dict(tile)):
             for weight in weights:
-                four_bit_linear(x, weight, out, silu=self.product.silu)
+                words_linear(x, weight, out, silu=self.product.silu)
 
 
 def candidates(product: Product, rows: int, group: int) -> list[Candidate]:

@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from parrot.engine.models.codes import CodeFormat
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.default_sampling import (
     EMBEDDED_SAMPLING,
@@ -20,7 +21,6 @@ from parrot.engine.models.default_sampling import (
     gguf_sampling,
 )
 from parrot.engine.models.families import spec_from_config
-from parrot.engine.models.four_bit import CodeFormat
 from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
 from parrot.engine.models.packed import Packed, Weights

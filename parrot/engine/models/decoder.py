@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import HeadNorm
-from parrot.engine.models.four_bit_linear import WordsLinear
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.layers import (
     ACTIVATIONS,
@@ -25,6 +24,7 @@ from parrot.engine.models.packed import Packed, packed_linear
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
 from parrot.engine.models.tensors import OUTPUT_SCALE, OWN, num_weights
+from parrot.engine.models.words_linear import WordsLinear
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.quantisation import FourBitFormat
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
@@ -39,7 +39,7 @@ _CODES = {
 class _Found:
     """A matrix, and the group of each input if groups are not consecutive inputs."""
 
-    matrix: FourBit
+    matrix: CodedMatrix
     order: torch.Tensor | None  # The inputs in the order of the matrix's columns.
 
     def numbers(self) -> torch.Tensor:
@@ -69,7 +69,9 @@ class FourBitFolder:
         fits = part is not None and whole.shape[part.dim] == part.size
         return part.of(whole) if part is not None and fits else whole
 
-    def packed(self, name: str, device: torch.device, part: Part | None = None) -> FourBit | None:
+    def packed(
+        self, name: str, device: torch.device, part: Part | None = None
+    ) -> CodedMatrix | None:
         """The matrix if its groups are consecutive inputs, and the part splits none."""
         if not self._has_codes(name):
             return None
@@ -80,7 +82,7 @@ class FourBitFolder:
         matrix = found.matrix
         if part is None or matrix.codes.shape[part.dim] != part.size:
             return matrix
-        return part.of_four_bit(matrix)
+        return part.of_codes(matrix)
 
     def _has_codes(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") + self._end in self._folder
@@ -181,5 +183,5 @@ def _in_order(
             if not torch.equal(groups[order].long(), consecutive):
                 raise TypeError("its groups do not have one size")
             codes = codes[:, order]
-    matrix = FourBit.with_zeros(codes.contiguous(), scales.contiguous(), zeros.contiguous())
+    matrix = CodedMatrix.with_zeros(codes.contiguous(), scales.contiguous(), zeros.contiguous())
     return _Found(matrix, order)

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from parrot.engine.models.four_bit import CodeFormat, FourBit
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 
 BLOCK = 32
 
@@ -25,7 +25,7 @@ _F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
 GPU_FORMATS = {_Q4_0: CodeFormat(4, BLOCK)}
 
 
-def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | None:
+def coded(data: memoryview, kind: int, shape: tuple[int, ...]) -> CodedMatrix | None:
     """The 4-bit matrix in `data`; None for other types. Raises `CutOff`.
 
     `data` starts at the tensor's offset in the file and may be longer than the tensor."""
@@ -38,7 +38,7 @@ def four_bit(data: memoryview, kind: int, shape: tuple[int, ...]) -> FourBit | N
     least = scale * -8 if kind == _Q4_0 else scales[:, :, 1].contiguous()
     pairs = blocks[:, 2 * num_scales :].contiguous()
     codes = torch.stack((pairs.bitwise_and(15), pairs.bitwise_right_shift(4)), 1)
-    return FourBit(codes.view(shape), scale, least)
+    return CodedMatrix(codes.view(shape), scale, least)
 
 
 def dequantise(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def dequantise(data: memoryview, kind: int, shape: tuple[int, ...]) -> torch.Ten
         blocks = _blocks(data, shape, 2 + BLOCK)
         numbers = blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
         return numbers.view(shape)
-    if (matrix := four_bit(data, kind, shape)) is not None:
+    if (matrix := coded(data, kind, shape)) is not None:
         return matrix.numbers()
     return _by_gguf(data, kind, shape)
 

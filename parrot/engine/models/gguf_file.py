@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from parrot.engine.models.four_bit import CodeFormat, FourBit
-from parrot.engine.models.ggml_blocks import GPU_FORMATS, CutOff, dequantise, four_bit
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
+from parrot.engine.models.ggml_blocks import GPU_FORMATS, CutOff, coded, dequantise
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
@@ -153,11 +153,13 @@ class GGUFFile:
         fits = part is not None and whole.shape[part.dim] == part.size
         return (part.of(whole) if part is not None and fits else whole).to(device)
 
-    def packed(self, name: str, device: torch.device, part: Part | None = None) -> FourBit | None:
+    def packed(
+        self, name: str, device: torch.device, part: Part | None = None
+    ) -> CodedMatrix | None:
         """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types."""
-        matrix = self._four_bit(name)
+        matrix = self._coded(name)
         if part is not None and matrix is not None and matrix.codes.shape[part.dim] == part.size:
-            matrix = part.of_four_bit(matrix)
+            matrix = part.of_codes(matrix)
         return None if matrix is None else matrix.map(lambda rows: rows.to(device))
 
     def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
@@ -165,11 +167,11 @@ class GGUFFile:
         kinds = {name: self._tensors[_ggml_name(name)].kind for name in names}
         return {name: GPU_FORMATS[kind] for name, kind in kinds.items() if kind in GPU_FORMATS}
 
-    def _four_bit(self, name: str) -> FourBit | None:
+    def _coded(self, name: str) -> CodedMatrix | None:
         own_name = _ggml_name(name)
         info = self._tensors[own_name]
         with self._reading(own_name):
-            matrix = four_bit(self._data_of(info), info.kind, info.shape)
+            matrix = coded(self._data_of(info), info.kind, info.shape)
         return None if matrix is None else matrix.map(partial(self._ordered, name))
 
     def _ordered(self, name: str, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.rope import amplitudes, inverse_frequencies
 from parrot.engine.models.spec import RopeSpec
 
@@ -70,7 +70,7 @@ class FourBitLinear:
     More rows use the same weight in bfloat16. The scales are rounded to bfloat16. So a weight
     differs from `matrix` by at most 1/160 of the largest number that its group can hold."""
 
-    def __init__(self, matrix: FourBit, bias: torch.Tensor | None) -> None:
+    def __init__(self, matrix: CodedMatrix, bias: torch.Tensor | None) -> None:
         self._wide = make_linear(matrix.numbers().to(torch.bfloat16), bias)
         self._bias = bias
         self._group = matrix.group
@@ -81,7 +81,7 @@ class FourBitLinear:
         self._product = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
     @staticmethod
-    def takes(matrix: FourBit) -> bool:
+    def takes(matrix: CodedMatrix) -> bool:
         """Whether this CPU has the kernel, and the kernel supports the matrix's shape."""
         fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0 and matrix.group in _FOUR_BIT_GROUPS
         return fits and torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -5,15 +5,15 @@ from enum import Enum
 
 import torch
 
-from parrot.engine.kernels.linear.four_bit_words import BLOCK
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.four_bit_linear import WordsLinear, words_of
+from parrot.engine.kernels.linear.words_layout import BLOCK
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
 from parrot.engine.models.layers import FourBitLinear, Linear
 from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.spec import HFConfig
+from parrot.engine.models.words_linear import WordsLinear, words_of
 
-Packed = FourBit | Fp8Matrix
+Packed = CodedMatrix | Fp8Matrix
 _FACTOR_BYTES = 4  # Of a scale and a zero on a GPU.
 
 
@@ -42,12 +42,12 @@ def code_bytes(bits: int, group: int) -> float:
 
 def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
     """A product with the rows of all parts; None if there is no kernel for it."""
-    four_bit = [part for part in parts if isinstance(part, FourBit)]
+    coded = [part for part in parts if isinstance(part, CodedMatrix)]
     fp8 = [part for part in parts if isinstance(part, Fp8Matrix)]
-    if fp8 and not four_bit:
+    if fp8 and not coded:
         same = len({part.is_blocked for part in fp8}) == 1
         return Fp8Linear(Fp8Matrix.joined(fp8), bias) if same else None
-    whole = FourBit.joined(four_bit) if four_bit and not fp8 else None
+    whole = CodedMatrix.joined(coded) if coded and not fp8 else None
     if whole is None:
         return None
     if whole.codes.device.type == "cuda":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.layers import Linear
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec
 from parrot.engine.models.tensors import OWN
@@ -73,7 +73,7 @@ class Part:
         own = whole.narrow(self.dim, self.start, self.stop - self.start)
         return own.clone(memory_format=torch.contiguous_format)
 
-    def of_four_bit(self, whole: FourBit) -> FourBit | None:
+    def of_codes(self, whole: CodedMatrix) -> CodedMatrix | None:
         """The part of a matrix; None if the part splits a group."""
         if self.dim == 0:
             return whole.map(self.of)
@@ -81,7 +81,7 @@ class Part:
         if self.start % size or self.stop % size:
             return None
         groups = Part(1, self.start // size, self.stop // size, self.size // size)
-        return FourBit(self.of(whole.codes), groups.of(whole.scales), groups.of(whole.least))
+        return CodedMatrix(self.of(whole.codes), groups.of(whole.scales), groups.of(whole.least))
 
 
 @dataclass(frozen=True)

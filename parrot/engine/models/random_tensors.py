@@ -5,7 +5,7 @@ from zlib import crc32
 
 import torch
 
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.tensors import TensorPlan, is_matrix, source_shapes
 
@@ -31,7 +31,7 @@ class RandomTensors:
         return name in self._shapes
 
     def get(self, name: str, device: torch.device, part: Part | None = None) -> torch.Tensor:
-        if (matrix := self._four_bit(name, device)) is not None:
+        if (matrix := self._coded(name, device)) is not None:
             whole = matrix.numbers()
         elif len(shape := self._shapes[name]) == 1:
             whole = torch.full(shape, 0.0 if name.endswith(".bias") else 1.0, device=device)
@@ -40,12 +40,14 @@ class RandomTensors:
             whole.normal_(0.0, _STD, generator=self._generator(name, device))
         return whole if part is None else part.of(whole)
 
-    def packed(self, name: str, device: torch.device, part: Part | None = None) -> FourBit | None:
+    def packed(
+        self, name: str, device: torch.device, part: Part | None = None
+    ) -> CodedMatrix | None:
         """A matrix with random codes, if the checkpoint has them."""
-        whole = self._four_bit(name, device)
-        return whole if whole is None or part is None else part.of_four_bit(whole)
+        whole = self._coded(name, device)
+        return whole if whole is None or part is None else part.of_codes(whole)
 
-    def _four_bit(self, name: str, device: torch.device) -> FourBit | None:
+    def _coded(self, name: str, device: torch.device) -> CodedMatrix | None:
         if self._group is None or name not in self._matrices:
             return None
         rows, columns = self._shapes[name]
@@ -55,7 +57,7 @@ class RandomTensors:
         groups = rows, columns // self._group
         factors = torch.rand(groups, device=device, generator=generator) + 0.5
         zeros = torch.randint(6, 11, groups, device=device, generator=generator)
-        return FourBit.with_zeros(codes, (factors * (_STD / _CODES_STD)).half(), zeros)
+        return CodedMatrix.with_zeros(codes, (factors * (_STD / _CODES_STD)).half(), zeros)
 
     def _generator(self, name: str, device: torch.device) -> torch.Generator:
         return torch.Generator(device).manual_seed(self._seed ^ crc32(name.encode()))

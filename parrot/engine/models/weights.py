@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from parrot.engine.models.four_bit_linear import WordsLinear
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.fused_weights import LayerWeight, Weight
 from parrot.engine.models.layers import Linear, PlainLinear
 from parrot.engine.models.parallel import SummedLinear
+from parrot.engine.models.words_linear import WordsLinear
 
 
 def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
@@ -18,9 +18,9 @@ def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
 
         return Fp8Weight.of(linear.matrix, linear.bias)
     if isinstance(linear, WordsLinear):
-        from parrot.engine.models.four_bit_weights import FourBitWeight  # Only models with them.
+        from parrot.engine.models.words_weights import WordsWeight  # Only models with them.
 
-        return FourBitWeight.of(linear.matrix, linear.bias)
+        return WordsWeight.of(linear.matrix, linear.bias)
     return plain_weight(linear)
 
 

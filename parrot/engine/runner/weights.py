@@ -8,12 +8,12 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import Checkpoint
-from parrot.engine.models.four_bit_linear import has_words
 from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Weights, code_bytes
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.tensors import is_matrix, products_of
+from parrot.engine.models.words_linear import has_words
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)

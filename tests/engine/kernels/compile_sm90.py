@@ -336,7 +336,7 @@ def four_bit_variant(
     add: bool = False,
     warps: int = 4,
 ) -> dict[str, Any]:
-    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_linear_kernel
+    from parrot.engine.kernels.linear.words_kernels import words_linear_kernel
 
     pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "out_ptr": "*bf16"}
     constants: dict[str, Any] = {"bias_ptr": None, "squares_ptr": None, "BIAS": False, "PARTS": 0}
@@ -353,7 +353,7 @@ def four_bit_variant(
         "ASSEMBLY": True,
     }
     return compile_kernel(
-        four_bit_linear_kernel,
+        words_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
         {**constants, "SILU": silu, "ADD": add, "ASSEMBLY": True, "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
@@ -362,7 +362,7 @@ def four_bit_variant(
 
 
 def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) -> dict[str, Any]:
-    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_qkv_kernel
+    from parrot.engine.kernels.linear.words_kernels import words_qkv_kernel
 
     pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "q_ptr": "*bf16"}
     pointers |= dict.fromkeys(("positions", "table_rows", "tables"), "*i32")
@@ -372,7 +372,7 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
     constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
     constants |= {"STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
     return compile_kernel(
-        four_bit_qkv_kernel,
+        words_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
         {**constants, "ASSEMBLY": True, "DEPENDENT": True},
         divisible=(*pointers, "stride_x", "stride_page"),
@@ -381,11 +381,11 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
 
 
 def four_bit_numbers_variant() -> dict[str, Any]:
-    from parrot.engine.kernels.linear.four_bit_kernels import four_bit_numbers_kernel
+    from parrot.engine.kernels.linear.words_kernels import words_numbers_kernel
 
     pointers = {"words_ptr": "*i16", "factors_ptr": "*i32", "out_ptr": "*bf16"}
     return compile_kernel(
-        four_bit_numbers_kernel,
+        words_numbers_kernel,
         pointers,
         {"N": 28672, "K": 4096, "GROUP": 128, "BN": 64, "HALF": True},
         divisible=tuple(pointers),

@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.four_bit_linear import matrix_of, words_of
-from parrot.engine.models.ggml_blocks import CutOff, dequantise, four_bit
+from parrot.engine.models.ggml_blocks import CutOff, coded, dequantise
 from parrot.engine.models.layers import FourBitLinear
 from parrot.engine.models.packed import Weights
+from parrot.engine.models.words_linear import matrix_of, words_of
 
 CPU = torch.device("cpu")
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "F16", "F32")]
@@ -33,7 +33,7 @@ def test_numbers_are_those_of_the_gguf_package(
     assert torch.equal(dequantise(data, kind.value, numbers.shape), torch.from_numpy(want))
     with pytest.raises(CutOff):
         dequantise(data[:-9], kind.value, numbers.shape)
-    assert (four_bit(data, kind.value, numbers.shape) is not None) == (kind.name in "Q4_0 Q4_1")
+    assert (coded(data, kind.value, numbers.shape) is not None) == (kind.name in "Q4_0 Q4_1")
 
 
 @pytest.mark.parametrize(("name", "fits"), [("Q4_0", True), ("Q4_1", False)])
@@ -41,7 +41,7 @@ def test_words_of_a_gpu_have_the_numbers_of_files(name: str, fits: bool) -> None
     """Offsets of Q4_1 are any numbers, which factors with whole zeros cannot hold."""
     kind = gguf.GGMLQuantizationType[name]
     raw = gguf.quantize(np.random.default_rng(0).normal(size=(70, 160)).astype(np.float32), kind)
-    matrix = four_bit(memoryview(bytearray(raw.tobytes())), kind.value, (70, 160))
+    matrix = coded(memoryview(bytearray(raw.tobytes())), kind.value, (70, 160))
     assert matrix is not None
     words = words_of(matrix)
     assert (words is not None) == fits
@@ -54,11 +54,11 @@ def test_a_kind_that_nobody_reads() -> None:
         dequantise(memoryview(bytearray(64)), 12345, (1, 32))
 
 
-def some_matrix(rows: int, columns: int, offset: float) -> FourBit:
+def some_matrix(rows: int, columns: int, offset: float) -> CodedMatrix:
     generator = torch.Generator().manual_seed(rows)
     codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8, generator=generator)
     scales = torch.rand(rows, columns // 32, generator=generator) * 0.02 + 0.001
-    return FourBit(codes, scales, scales * -offset)
+    return CodedMatrix(codes, scales, scales * -offset)
 
 
 @needs_kernel

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parrot.engine.models.checkpoint import open_checkpoint
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import is_matrix
@@ -25,7 +25,7 @@ def test_matrices_have_random_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KNOWN_SHAPES, "qwen3-0.6b", shape)
     checkpoint = open_checkpoint("qwen3-0.6b", dummy=True)
     found = checkpoint.take_packed(UP)
-    assert isinstance(found, FourBit)
+    assert isinstance(found, CodedMatrix)
     assert found.group == 64
     numbers = found.numbers()
     assert torch.equal(checkpoint.take(UP), numbers)
@@ -64,7 +64,7 @@ def test_a_model_in_plain_numbers_imports_no_products_of_other_formats(tmp_path:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    ends = ("four_bit", "four_bit_kernels", "four_bit_tiles", "four_bit_weights", "fp8_weights")
+    ends = ("words", "words_kernels", "words_tiles", "words_weights", "fp8_weights")
     formats = {f"parrot.engine.models.{end}" for end in (*ends[3:], "four_bit_folder")}
     formats |= {f"parrot.engine.kernels.linear.{end}" for end in ends[:3]}
     assert not formats & set(done.stdout.split())

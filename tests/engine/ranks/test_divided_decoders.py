@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.families import spec_from_config
-from parrot.engine.models.four_bit import FourBit
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.tensors import OWN, is_matrix
 from parrot.engine.runner.ranks.group import RankGroup
@@ -77,7 +77,7 @@ def test_ranks_divide_matrices_of_four_bits(tmp_path: Path, kind: str) -> None:
             part = shard.part(name)
             matrix = checkpoint.take_packed(name, CPU, part)
             assert part is not None
-            assert isinstance(matrix, FourBit)
+            assert isinstance(matrix, CodedMatrix)
             assert torch.equal(matrix.numbers(), part.of(numbers[name]))
         model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
         return model.logits(model.forward(tokens, positions, attend_to_all))

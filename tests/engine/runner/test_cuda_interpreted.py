@@ -36,11 +36,11 @@ from parrot.engine.kernels.linear import products
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.models import decoder
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.four_bit_linear import WordsLinear, words_of
 from parrot.engine.models.layers import Linear, PlainLinear
 from parrot.engine.models.packed import Packed, Weights, packed_linear
+from parrot.engine.models.words_linear import WordsLinear, words_of
 from parrot.engine.runner import step_computer as token_choice
 from parrot.engine.runner import step_computer as warm_up
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
@@ -99,8 +99,8 @@ WEIGHTS = {"": Weights.PLAIN, "e4m3": Weights.E4M3, "four bits": Weights.KEPT}
 
 
 def packed_as_on_a_gpu(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
-    four_bit = [part for part in parts if isinstance(part, FourBit)]
-    whole = FourBit.joined(four_bit) if four_bit else None
+    four_bit = [part for part in parts if isinstance(part, CodedMatrix)]
+    whole = CodedMatrix.joined(four_bit) if four_bit else None
     if whole is None:
         return packed_linear(parts, bias)
     words = words_of(whole)

@@ -12,7 +12,7 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models.checkpoint import Checkpoint, open_checkpoint
-from parrot.engine.models.four_bit import CodeFormat
+from parrot.engine.models.codes import CodeFormat
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.tensors import is_matrix

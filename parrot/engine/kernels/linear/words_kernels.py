@@ -1,4 +1,4 @@
-"""Products with weights of four bits on the tensor core. `four_bit` launches them.
+"""Products with weights of four bits on the tensor core. `words` launches them.
 
 Weights are int16 words [inputs / 128, outputs, 32]. Word j of a block of 128 inputs has inputs j,
 j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input) is (code - zero) *
@@ -226,7 +226,7 @@ def _load_squares(squares_ptr, member, live, PARTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # One variant for all numbers of rows.
-def four_bit_linear_kernel(
+def words_linear_kernel(
     x_ptr,
     words_ptr,
     factors_ptr,
@@ -311,7 +311,7 @@ def four_bit_linear_kernel(
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # One variant for all numbers of rows.
-def four_bit_qkv_kernel(
+def words_qkv_kernel(
     x_ptr,
     words_ptr,
     factors_ptr,
@@ -384,7 +384,7 @@ def four_bit_qkv_kernel(
 
 
 @triton.jit
-def four_bit_numbers_kernel(
+def words_numbers_kernel(
     words_ptr,
     factors_ptr,
     out_ptr,

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.kernels.linear.four_bit_words import BLOCK, CODES, FourBitWords
-from parrot.engine.models.four_bit import FourBit
+from parrot.engine.kernels.linear.words_layout import BLOCK, CODES, Words
+from parrot.engine.models.codes import CodedMatrix
 
 _GROUPS = (32, 64, 128)
 _MOST_ZERO = 16
@@ -13,7 +13,7 @@ _MOST_ZERO = 16
 class WordsLinear:
     """`layers.Linear` with a weight of four bits on a GPU."""
 
-    def __init__(self, matrix: FourBitWords, bias: torch.Tensor | None) -> None:
+    def __init__(self, matrix: Words, bias: torch.Tensor | None) -> None:
         self.matrix = matrix
         self.bias = bias
 
@@ -21,9 +21,9 @@ class WordsLinear:
         if x.device.type == "cpu":
             out = F.linear(x, matrix_of(self.matrix).numbers().to(x.dtype), self.bias)
         else:
-            from parrot.engine.models.four_bit_weights import four_bit_product  # Imports Triton.
+            from parrot.engine.models.words_weights import words_product  # Imports Triton.
 
-            out = four_bit_product(x, self.matrix, self.bias)
+            out = words_product(x, self.matrix, self.bias)
         return out if residual is None else out.add_(residual)
 
 
@@ -32,7 +32,7 @@ def has_words(group: int) -> bool:
     return group in _GROUPS or group % BLOCK == 0
 
 
-def words_of(matrix: FourBit) -> FourBitWords | None:
+def words_of(matrix: CodedMatrix) -> Words | None:
     """The same numbers; None if the layout cannot hold them exactly."""
     found, group = _factors(matrix), matrix.group
     if found is None or not has_words(group):
@@ -49,10 +49,10 @@ def words_of(matrix: FourBit) -> FourBitWords | None:
     for index in range(1, CODES):
         words |= parts[:, :, index] << (4 * index)
     words = words.transpose(0, 1).contiguous()
-    return FourBitWords(words, factors.t().contiguous(), size, has_half_scales)
+    return Words(words, factors.t().contiguous(), size, has_half_scales)
 
 
-def matrix_of(words: FourBitWords) -> FourBit:
+def matrix_of(words: Words) -> CodedMatrix:
     """The reverse of `words_of`."""
     blocks = words.words.transpose(0, 1).unsqueeze(2)
     parts = [blocks >> (4 * index) & 15 for index in range(CODES)]
@@ -60,14 +60,14 @@ def matrix_of(words: FourBitWords) -> FourBit:
     factors = words.factors.t()[:, : words.inputs // words.group].contiguous()
     low = (factors & 0xFFFF).to(torch.int16)
     scales = low.view(torch.float16 if words.has_half_scales else torch.bfloat16)
-    return FourBit.with_zeros(codes.contiguous(), scales, -128 - _high_halves(factors))
+    return CodedMatrix.with_zeros(codes.contiguous(), scales, -128 - _high_halves(factors))
 
 
 def _high_halves(factors: torch.Tensor) -> torch.Tensor:
     return (factors & -65536).view(torch.float32)
 
 
-def _factors(matrix: FourBit) -> tuple[torch.Tensor, bool] | None:
+def _factors(matrix: CodedMatrix) -> tuple[torch.Tensor, bool] | None:
     """Factors int32 [outputs, groups], and whether the scales are float16."""
     scales, least = matrix.scales, matrix.least
     zeros = (-least / torch.where(scales == 0, 1, scales)).round()

@@ -9,11 +9,11 @@ CODES = 4  # Codes of a word.
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitWords:
+class Words:
     """A matrix of four bits with whole zeros, in blocks of `BLOCK` inputs.
 
     `words` int16 [blocks, outputs, 32]; `factors` int32 [blocks * groups per block, outputs]. See
-    `four_bit_kernels`. The last block may be padded with zeros."""
+    `words_kernels`. The last block may be padded with zeros."""
 
     words: torch.Tensor
     factors: torch.Tensor

@@ -15,7 +15,7 @@ class CodeFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class FourBit:
+class CodedMatrix:
     """A matrix whose number [r, c] is codes[r, c] * scales[r, c / group] + least[r, c / group].
 
     `codes` uint8 [rows, columns], all below 16; `scales` and `least` float32 [rows, groups]."""
@@ -27,7 +27,7 @@ class FourBit:
     @classmethod
     def with_zeros(
         cls, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
-    ) -> "FourBit":
+    ) -> "CodedMatrix":
         """The matrix of (codes - zeros) * scales, for zeros of up to 16.
 
         Exact for scales of 16 bits."""
@@ -47,7 +47,7 @@ class FourBit:
         return numbers.view(rows, columns)
 
     @classmethod
-    def joined(cls, parts: "Sequence[FourBit]") -> "FourBit | None":
+    def joined(cls, parts: "Sequence[CodedMatrix]") -> "CodedMatrix | None":
         """Concatenate the rows of all parts; None for groups of different sizes."""
         if len({part.group for part in parts}) > 1:
             return None
@@ -55,6 +55,6 @@ class FourBit:
         scales = torch.cat([part.scales for part in parts])
         return cls(codes, scales, torch.cat([part.least for part in parts]))
 
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "FourBit":
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CodedMatrix":
         """Apply `change` to the rows. It receives and returns tensors [rows, any]."""
-        return FourBit(change(self.codes), change(self.scales), change(self.least))
+        return CodedMatrix(change(self.codes), change(self.scales), change(self.least))

@@ -14,19 +14,19 @@ from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import rope_and_store
 from parrot.engine.kernels.launch import KVView
-from parrot.engine.kernels.linear import four_bit_kernels
-from parrot.engine.kernels.linear.four_bit import (
-    four_bit_linear,
-    four_bit_numbers,
-)
-from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
+from parrot.engine.kernels.linear import words_kernels
 from parrot.engine.kernels.linear.products import Rows, UndividedRows
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.four_bit_linear import matrix_of, words_of
-from parrot.engine.models.four_bit_weights import FourBitWeight, four_bit_product
+from parrot.engine.kernels.linear.words import (
+    words_linear,
+    words_numbers,
+)
+from parrot.engine.kernels.linear.words_tiles import WordsProduct
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.fused_weights import Weight
 from parrot.engine.models.layers import RMSNorm
+from parrot.engine.models.words_linear import matrix_of, words_of
+from parrot.engine.models.words_weights import WordsWeight, words_product
 from tests.support.kernel_cases import relative_error, rms_norm_reference
 
 pytestmark = pytest.mark.skipif(
@@ -42,12 +42,12 @@ def matrix(
     *,
     group: int = 32,
     kind: torch.dtype = torch.float16,
-) -> FourBit:
+) -> CodedMatrix:
     shape = outputs, inputs // group
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, generator=generator)
     scales = (torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5
     zeros = torch.randint(17, shape, generator=generator)
-    return FourBit.with_zeros(codes, scales.to(kind), zeros)
+    return CodedMatrix.with_zeros(codes, scales.to(kind), zeros)
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -61,15 +61,15 @@ def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype
     words = words_of(whole)
     assert words is not None
     assert torch.equal(matrix_of(words).numbers(), whole.numbers())
-    assert torch.equal(four_bit_numbers(words, torch.float32), whole.numbers())
+    assert torch.equal(words_numbers(words, torch.float32), whole.numbers())
     assert words.num_bytes <= 70 * (-(-inputs // 128) * 128) * (0.5 + 4 / min(group, 128))
 
 
 def test_what_the_layout_cannot_keep() -> None:
     whole = matrix(8, 128, torch.Generator().manual_seed(0))
-    assert words_of(FourBit(whole.codes, whole.scales * 1.0001, whole.least * 1.0001)) is None
-    assert words_of(FourBit(whole.codes, whole.scales, whole.least - whole.scales / 2)) is None
-    assert words_of(FourBit(whole.codes, whole.scales, whole.scales)) is None, "a negative zero"
+    assert words_of(CodedMatrix(whole.codes, whole.scales * 1.0001, whole.least * 1.0001)) is None
+    assert words_of(CodedMatrix(whole.codes, whole.scales, whole.least - whole.scales / 2)) is None
+    assert words_of(CodedMatrix(whole.codes, whole.scales, whole.scales)) is None, "a negative zero"
     assert words_of(matrix(8, 48, torch.Generator().manual_seed(0), group=16)) is None
 
 
@@ -93,7 +93,7 @@ def test_products(
     x = torch.randn(num_rows, size, generator=generator)
     bias = torch.randn(words.outputs, generator=generator) if with_bias else None
     out = torch.full((num_rows, num_out), float("nan"))
-    four_bit_linear(x, words, out, bias=bias, silu=silu)
+    words_linear(x, words, out, bias=bias, silu=silu)
     expected = x.double() @ whole.numbers().double().T
     if bias is not None:
         expected += bias.double()
@@ -109,8 +109,8 @@ def test_many_rows_use_the_dequantised_weight() -> None:
     words, x = words_of(whole), torch.randn(600, 96, generator=generator)
     assert words is not None
     expected = x.double() @ whole.numbers().double().T
-    assert relative_error(four_bit_product(x, words, None), expected) < 1e-5
-    assert four_bit_product(x[:0], words, None).shape == (0, 48)
+    assert relative_error(words_product(x, words, None), expected) < 1e-5
+    assert words_product(x[:0], words, None).shape == (0, 48)
 
 
 def test_parts_of_a_product() -> None:
@@ -118,7 +118,7 @@ def test_parts_of_a_product() -> None:
     whole, x = matrix(64, 512, generator), torch.randn(5, 512, generator=generator)
     words, parts = words_of(whole), torch.full((2, 5, 64), float("nan"))
     assert words is not None
-    four_bit_linear(x, words, parts)
+    words_linear(x, words, parts)
     expected = x[:, :256].double() @ whole.numbers()[:, :256].double().T
     assert relative_error(parts[0], expected) < 1e-5
     assert relative_error(parts.sum(0), x.double() @ whole.numbers().double().T) < 1e-5
@@ -139,11 +139,11 @@ def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int
     hidden, gain = 96, torch.rand(96, generator=generator) + 0.5
     shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
     matrices = [matrix(*shape, generator) for shape in shapes]
-    weights: list[Weight | FourBitWeight] = []
+    weights: list[Weight | WordsWeight] = []
     for whole, is_packed in zip(matrices, packed, strict=True):
         words = words_of(whole)
         assert words is not None
-        weight = FourBitWeight.of(words, None) if is_packed else Weight(whole.numbers(), None)
+        weight = WordsWeight.of(words, None) if is_packed else Weight(whole.numbers(), None)
         weights.append(weight)
     gate_up, down, following = weights
     x, residual = torch.randn(2, num_rows, hidden, generator=generator)
@@ -172,7 +172,7 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
     whole = matrix((heads + 2 * kv_heads) * dim, size, generator)
     words = words_of(whole)
     assert words is not None
-    weight = FourBitWeight.of(words, torch.randn(words.outputs, generator=generator))
+    weight = WordsWeight.of(words, torch.randn(words.outputs, generator=generator))
     x = torch.randn(num_rows, size, generator=generator)
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
     read: Rows = UndividedRows(x, squares, 1e-5) if undivided else x
@@ -198,20 +198,20 @@ def test_qkv(num_rows: int, undivided: bool) -> None:
 
 
 def test_products_with_few_programs_are_split() -> None:
-    assert FourBitProduct(8, 4096, 112).num_splits == 4
-    assert FourBitProduct(8, 4096, 32).num_splits == 1, "a program has few blocks"
-    assert FourBitProduct(8, 28672, 112).num_splits == 1, "there are enough programs"
-    assert FourBitProduct(8, 4096, 113).num_splits == 1, "parts would not be even"
-    assert FourBitProduct(64, 4096, 112).num_splits == 7
-    assert FourBitProduct(64, 4096, 32).num_splits == 4
-    assert FourBitProduct(64, 28672, 32).num_splits == 1
+    assert WordsProduct(8, 4096, 112).num_splits == 4
+    assert WordsProduct(8, 4096, 32).num_splits == 1, "a program has few blocks"
+    assert WordsProduct(8, 28672, 112).num_splits == 1, "there are enough programs"
+    assert WordsProduct(8, 4096, 113).num_splits == 1, "parts would not be even"
+    assert WordsProduct(64, 4096, 112).num_splits == 7
+    assert WordsProduct(64, 4096, 32).num_splits == 4
+    assert WordsProduct(64, 28672, 32).num_splits == 1
 
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_tiles_fit_a_multiprocessor(splits: int) -> None:
     for num_rows in (1, 8, 9, 16, 17, 32, 33, FEW_ROWS, 300):
         for num_out in (64, 1024, 4096, 6144, 28672):
-            tile = FourBitProduct(num_rows, num_out, 32, splits).tile()
+            tile = WordsProduct(num_rows, num_out, 32, splits).tile()
             block = tile["BN"] * (64 + 32) + tile["BM"] * 256  # Words, factors and x in bfloat16.
             step = block * tile["SLICES"]
             assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
@@ -224,7 +224,7 @@ def test_the_instructions_that_unpack_words(part: int) -> None:
     word = (codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))).expand(16, 17)
     zero = (-128.0 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
     registers = {"$1": word, "$2": zero.expand(16, 17)}
-    source = four_bit_kernels._PARTS[part].value
+    source = words_kernels._PARTS[part].value
     for line in re.findall(r"^\s*(shr|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
         name, into, *operands = line[0], *re.split(r", *", line[1])
         values = [

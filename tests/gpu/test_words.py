@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.kernels.linear.four_bit import four_bit_linear, four_bit_numbers
-from parrot.engine.models.four_bit import FourBit
-from parrot.engine.models.four_bit_linear import matrix_of, words_of
-from parrot.engine.models.four_bit_weights import FourBitWeight, four_bit_product
+from parrot.engine.kernels.linear.words import words_linear, words_numbers
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.layers import RMSNorm
+from parrot.engine.models.words_linear import matrix_of, words_of
+from parrot.engine.models.words_weights import WordsWeight, words_product
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from tests.support.four_bit_checkpoints import quantise_folder
@@ -27,11 +27,11 @@ ROUNDING = 2**-8  # Of bfloat16.
 SIZES = {"hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
 
 
-def matrix(outputs: int, inputs: int, group: int, kind: torch.dtype = torch.float16) -> FourBit:
+def matrix(outputs: int, inputs: int, group: int, kind: torch.dtype = torch.float16) -> CodedMatrix:
     codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
     shape = outputs, inputs // group
     scales = (torch.rand(shape, device="cuda") + 0.5) * 0.2 * inputs**-0.5
-    return FourBit.with_zeros(codes, scales.to(kind), torch.randint(17, shape, device="cuda"))
+    return CodedMatrix.with_zeros(codes, scales.to(kind), torch.randint(17, shape, device="cuda"))
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
@@ -54,8 +54,8 @@ def test_products(outputs: int, inputs: int, rows: int, group: int) -> None:
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     expected = x.double() @ whole.numbers().double().T
     out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
-    assert_close(four_bit_linear(x, words, out), expected, inputs)
-    found = four_bit_product(x, words, None).double()
+    assert_close(words_linear(x, words, out), expected, inputs)
+    found = words_product(x, words, None).double()
     error = (found - expected).norm() / expected.norm()
     assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
 
@@ -67,11 +67,11 @@ def test_other_types(kind: torch.dtype, dtype: torch.dtype) -> None:
     words = words_of(whole)
     assert words is not None
     assert torch.equal(matrix_of(words).numbers(), whole.numbers())
-    assert torch.equal(four_bit_numbers(words, torch.float32), whole.numbers())
+    assert torch.equal(words_numbers(words, torch.float32), whole.numbers())
     x = torch.randn(5, 512, device="cuda", dtype=dtype)
     out = torch.full((5, 256), float("nan"), device="cuda", dtype=dtype)
     expected = x.double() @ whole.numbers().double().T
-    assert_close(four_bit_linear(x, words, out), expected, 512)
+    assert_close(words_linear(x, words, out), expected, 512)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
@@ -84,7 +84,7 @@ def test_a_layer_of_products(rows: int) -> None:
     for whole in matrices:
         words = words_of(whole)
         assert words is not None
-        weights.append(FourBitWeight.of(words, None))
+        weights.append(WordsWeight.of(words, None))
     middle = weights[0].gated(x, for_e4m3=False)
     weights[1].add_and_norm(middle, residual, RMSNorm(gain, 1e-5), for_e4m3=False)
     gate, up = (x.double() @ matrices[0].numbers().double().T).split(inner, dim=1)

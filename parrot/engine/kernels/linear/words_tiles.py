@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import triton
 
-from parrot.engine.kernels.linear.four_bit_words import FourBitWords
+from parrot.engine.kernels.linear.words_layout import Words
 
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
@@ -15,7 +15,7 @@ _FEW_PROGRAMS = 132  # A product with at most this number of programs may be spl
 
 
 @dataclass(frozen=True, slots=True)
-class FourBitProduct:
+class WordsProduct:
     """The shape of a product. `outputs` are all rows of weights, those of gate and up together."""
 
     rows: int
@@ -24,7 +24,7 @@ class FourBitProduct:
     splits: int = 1
 
     @classmethod
-    def of(cls, rows: int, weight: FourBitWords, splits: int = 1) -> "FourBitProduct":
+    def of(cls, rows: int, weight: Words, splits: int = 1) -> "WordsProduct":
         return cls(rows, weight.outputs, weight.num_blocks, splits)
 
     @property

@@ -5,21 +5,21 @@ import triton
 
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, early_launch, starts_early
-from parrot.engine.kernels.linear.four_bit_kernels import (
-    four_bit_linear_kernel,
-    four_bit_numbers_kernel,
-    four_bit_qkv_kernel,
-)
-from parrot.engine.kernels.linear.four_bit_tiles import FourBitProduct
-from parrot.engine.kernels.linear.four_bit_words import FourBitWords
 from parrot.engine.kernels.linear.products import Rows, UndividedRows, parts_of
+from parrot.engine.kernels.linear.words_kernels import (
+    words_linear_kernel,
+    words_numbers_kernel,
+    words_qkv_kernel,
+)
+from parrot.engine.kernels.linear.words_layout import Words
+from parrot.engine.kernels.linear.words_tiles import WordsProduct
 
 _NUMBERS_OUTPUTS = 64  # Outputs of a program that writes numbers.
 
 
-def four_bit_linear(
+def words_linear(
     x: Rows,
-    weight: FourBitWords,
+    weight: Words,
     out: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
@@ -32,9 +32,9 @@ def four_bit_linear(
     return out
 
 
-def four_bit_add_and_norm(
+def words_add_and_norm(
     x: torch.Tensor,
-    weight: FourBitWords,
+    weight: Words,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
     eps: float,
@@ -44,7 +44,7 @@ def four_bit_add_and_norm(
     """See `few_rows_add_and_norm`."""
     assert residual.is_contiguous()
     assert residual.dtype != torch.float16
-    tile = FourBitProduct.of(len(x), weight).tile()
+    tile = WordsProduct.of(len(x), weight).tile()
     parts = triton.cdiv(weight.outputs, tile["BN"])
     squares = torch.empty((len(x), parts), dtype=torch.float32, device=x.device)
     rows = torch.empty_like(residual)
@@ -52,9 +52,9 @@ def four_bit_add_and_norm(
     return UndividedRows(rows, squares, eps)
 
 
-def four_bit_qkv(
+def words_qkv(
     x: Rows,
-    weight: FourBitWords,
+    weight: Words,
     kv: KVView,
     table_rows: torch.Tensor,
     cos_sin: torch.Tensor,
@@ -64,7 +64,7 @@ def four_bit_qkv(
 ) -> torch.Tensor:
     """See `few_rows_qkv`."""
     rows, squares, eps, _ = parts_of(x)
-    tile = FourBitProduct.of(len(rows), weight).tile()
+    tile = WordsProduct.of(len(rows), weight).tile()
     assert rows.shape[1] == weight.inputs, (rows.shape, weight.inputs)
     assert rows.stride(1) == 1
     assert len(rows) <= tile["BM"], len(rows)
@@ -72,7 +72,7 @@ def four_bit_qkv(
     kv.check()
     assert not kv.is_quantised, "an exponent needs a whole head, and programs have parts"
     q = rows.new_empty((len(rows), shape.num_heads, shape.head_dim))
-    four_bit_qkv_kernel[(weight.outputs // tile["BN"],)](
+    words_qkv_kernel[(weight.outputs // tile["BN"],)](
         rows,
         weight.words,
         weight.factors,
@@ -107,10 +107,10 @@ def four_bit_qkv(
     return q
 
 
-def four_bit_numbers(weight: FourBitWords, dtype: torch.dtype) -> torch.Tensor:
+def words_numbers(weight: Words, dtype: torch.dtype) -> torch.Tensor:
     """The numbers of a weight [outputs, inputs], rounded to a type."""
     out = torch.empty((weight.outputs, weight.inputs), dtype=dtype, device=weight.words.device)
-    four_bit_numbers_kernel[(weight.num_blocks, triton.cdiv(weight.outputs, _NUMBERS_OUTPUTS))](
+    words_numbers_kernel[(weight.num_blocks, triton.cdiv(weight.outputs, _NUMBERS_OUTPUTS))](
         weight.words,
         weight.factors,
         out,
@@ -126,7 +126,7 @@ def four_bit_numbers(weight: FourBitWords, dtype: torch.dtype) -> torch.Tensor:
 
 def _launch(
     x: Rows,
-    weight: FourBitWords,
+    weight: Words,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
@@ -143,11 +143,11 @@ def _launch(
     assert weight.num_blocks % splits == 0, (weight.num_blocks, splits)
     assert out.is_contiguous()
     assert rows.stride(1) == 1
-    tile = FourBitProduct.of(num_rows, weight, splits).tile()
+    tile = WordsProduct.of(num_rows, weight, splits).tile()
     outputs = tile["BN"] // (2 if silu else 1)
     grid = triton.cdiv(num_out, outputs), splits, triton.cdiv(num_rows, tile["BM"])
     residual, gain, sums = (None, None, None) if added is None else added
-    four_bit_linear_kernel[grid](
+    words_linear_kernel[grid](
         rows,
         weight.words,
         weight.factors,
