@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from parrot.protocol.errors import InternalError, InvalidRequest, ParrotError, Unavailable
+from parrot.protocol.errors import InternalError, InvalidRequest, Unavailable
 from parrot.protocol.http import keepalive_socket
 from parrot.protocol.transport import (
     ErrorReader,
@@ -27,7 +27,7 @@ from parrot.utils.traceparent import TraceParent
 
 _CONNECT_TIMEOUT_S = 5.0  # Per address of the server.
 _MAX_IDLE_S = 15.0  # Seconds after which an unused connection is closed.
-_MAX_HEAD = 2**16  # Bytes of the head of an answer.
+_MAX_HEAD = 2**16  # Bytes of an answer's head, its trailers, or the size line of a chunk.
 _MAX_ANSWER = 2**28  # Bytes of an answer that is not a stream.
 _LARGE_BODY = 2**16  # Bytes from which a body is not copied next to its head.
 _PORTS = {"http": 80, "https": 443}
@@ -127,11 +127,16 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(  # Old servers send such answers.
+            lenient_headers=True,
+            lenient_optional_cr_before_lf=True,
+            lenient_spaces_after_chunk_size=True,
+        )
         self._reply: Reply | None = None  # Until its last byte has arrived.
         self._alarm: asyncio.TimerHandle | None = None
         self._active_at = 0.0  # Last data of a stream, the start of another request, or its end.
         self._has_length = False  # The end of the answer does not close the connection.
-        self._num_head_bytes = 0  # Of a head that has not arrived completely.
+        self._num_unused = 0  # Bytes since the last complete head or part of a body.
 
     def send(self, head: bytes, body: bytes, on_event: OnEvent | None) -> Reply:
         """Send a request on an idle connection."""
@@ -171,17 +176,16 @@ class _Connection(asyncio.Protocol):
             return
         if reply.is_stream:
             self._active_at = self._loop.time()
+        self._num_unused += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._fail(f"the answer is not HTTP: {error}")
             self.abort()
             return
-        if not reply.status:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > _MAX_HEAD:
-                self._fail(f"the head of the answer has more than {_MAX_HEAD} bytes")
-                self.abort()
+        if self._num_unused > _MAX_HEAD:
+            self._fail(f"the headers of the answer have more than {_MAX_HEAD} bytes")
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -211,21 +215,30 @@ class _Connection(asyncio.Protocol):
     # Callbacks of the parser.
 
     def on_message_begin(self) -> None:
-        self._has_length = False
+        if self._reply is None:  # An answer that was not asked for. The next request must not
+            self.abort()  # receive it.
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        key = name.decode("latin-1").lower()
-        if key in ("content-length", "transfer-encoding"):
-            self._has_length = True
-        if self._reply is not None:
-            self._reply.headers[key] = value.decode("latin-1")
+        reply = self._reply
+        if reply is not None and not reply.status:  # Trailers are not read.
+            reply.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        self._num_head_bytes = 0
-        if self._reply is not None:
-            self._reply.begin(self._parser.get_status_code())
+        self._num_unused = 0
+        if (reply := self._reply) is None:
+            return
+        headers = reply.headers
+        self._has_length = "content-length" in headers or (
+            headers.get("transfer-encoding", "").lower().endswith("chunked")
+        )
+        reply.begin(self._parser.get_status_code())
+        encoding = headers.get("content-encoding", "identity")
+        if 200 <= reply.status < 300 and encoding != "identity":
+            reply.finish(InternalError(f"{self._pool.base_url} sent an answer in {encoding}"))
+            self.abort()
 
     def on_body(self, body: bytes) -> None:
+        self._num_unused = 0
         if self._reply is not None:
             self._reply.feed(body)
 
@@ -246,9 +259,9 @@ class _Connection(asyncio.Protocol):
             self._active_at = self._loop.time()
             self._pool.release(self)
         else:
-            self._transport.close()
+            self.abort()  # `close` would first send the rest of the request.
 
-    def _error_of(self, reply: Reply) -> ParrotError | None:
+    def _error_of(self, reply: Reply) -> Exception | None:
         """The error of a complete answer."""
         if 300 <= reply.status < 400:
             return Unavailable(f"{self._pool.base_url} answered with a redirect")
@@ -256,7 +269,7 @@ class _Connection(asyncio.Protocol):
             return None
         try:
             self._pool.decode(reply)
-        except ParrotError as error:
+        except Exception as error:  # noqa: BLE001 - it is raised by `end`
             return error
         return None
 
@@ -291,7 +304,7 @@ class ServerConnections:
         self._bearer = bearer_token
         host = parts.netloc.rpartition("@")[2]
         fixed = {"Host": host, "Content-Type": "application/json", "Accept": "*/*"}
-        fixed |= {"User-Agent": "parrot", **(headers or {})}
+        fixed |= {"Accept-Encoding": "identity", "User-Agent": "parrot", **(headers or {})}
         self._head = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: list[_Connection] = []  # The most recently used one is the last.
         self._open: set[_Connection] = set()

@@ -2,12 +2,13 @@
 
 import logging
 import os
+import re
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit
 
 import orjson
 import stamina
@@ -51,7 +52,8 @@ from parrot.utils.config import ConfigError
 
 _MAX_MESSAGE = 500  # Characters of a server's message that are kept.
 _MAX_NAME = 256  # Characters of a server's `param` or `code` that are kept.
-_MAX_WAIT_S = 60.0
+_MAX_WAIT_S = 60.0  # A request whose server asks for a longer wait is not repeated.
+_MAX_TOLD_WAIT_S = 1e9  # Longer waits, also infinite ones, are shortened to it.
 _TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
 _TOO_LONG_WORDS = ("context length", "context window", "context size", "maximum context")
 _OVERLOADED = frozenset({429, 503, 529})
@@ -125,7 +127,7 @@ class ErrorTranslator:
         `{"detail": ...}`, or for any other body."""
         error = payload.get("error", payload) if isinstance(payload, Mapping) else None
         details = error if isinstance(error, Mapping) else {}
-        names = {details.get("code"), details.get("type")} if details else set()
+        names = {name for key in ("code", "type") if isinstance(name := details.get(key), str)}
         message = self._clean(details.get("message") or details.get("detail") or error)
         if status in (401, 403) and self._is_of_client:
             return ClientKeyRefused(f"the server {self._server} refused your API key")
@@ -137,9 +139,10 @@ class ErrorTranslator:
         if names & _NO_CREDIT:
             return EngineFailed(f"the account at {self._server} has no credit: {message}")
         if status in _OVERLOADED:
+            wait_s = retry_after_s(headers)
             return Overloaded(
                 f"the server {self._server} is overloaded (HTTP {status}): {message}",
-                retry_after_s=retry_after_s(headers),
+                retry_after_s=wait_s and min(wait_s, _MAX_TOLD_WAIT_S),
             )
         if status in (400, 413, 422):
             return self._refused(names, message, details)
@@ -192,13 +195,23 @@ _R = TypeVar("_R")
 
 
 def _base_url(config: OpenAIConfig) -> str:
-    """The URL before `/completions`. On Azure it contains the model."""
+    """The URL before `/completions`. On Azure it contains the model. Raises `ConfigError` if it
+    cannot be sent, or must not be logged."""
     instance = config.instance
+    url = (instance.base_url or OPENAI_URL).rstrip("/")
     if instance.is_azure:
         assert instance.azure_endpoint is not None
         endpoint = instance.azure_endpoint.rstrip("/")
-        return f"{endpoint}/openai/deployments/{quote(config.model, safe='')}"
-    return (instance.base_url or OPENAI_URL).rstrip("/")
+        url = f"{endpoint}/openai/deployments/{quote(config.model, safe='')}"
+    parts = urlsplit(url)
+    if parts.username is not None:
+        raise ConfigError(
+            f"the URL of {parts.hostname} must have no user name and no password, because messages "
+            "contain the URL"
+        )
+    if re.search("[^!-~]", url):
+        raise ConfigError(f"the URL {url!r} must have no blanks and only ASCII characters")
+    return url
 
 
 def _api_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:

@@ -1,7 +1,7 @@
 """The HTTP client of foreign servers, against servers that send scripted bytes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,9 +15,10 @@ from parrot.protocol.errors import (
     ParrotError,
     Unavailable,
 )
-from parrot.protocol.transport import Unreachable
+from parrot.protocol.transport import ErrorReader, Unreachable
 
 JSON_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + b'{"a":1}'
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"
 
@@ -57,11 +58,17 @@ class Scripted:
             writer.close()
 
 
+def error_of(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotError:
+    return EngineFailed(f"{status} {payload} {headers.get('retry-after')}")
+
+
 @asynccontextmanager
-async def connected(server: Scripted, timeout_s: float = 5.0) -> AsyncIterator[ServerConnections]:
+async def connected(
+    server: Scripted, timeout_s: float = 5.0, read_error: ErrorReader = error_of
+) -> AsyncIterator[ServerConnections]:
     listening = await asyncio.start_server(server.serve, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    connections = client(port, timeout_s)
+    connections = client(port, timeout_s, read_error=read_error)
     try:
         yield connections
     finally:
@@ -69,10 +76,12 @@ async def connected(server: Scripted, timeout_s: float = 5.0) -> AsyncIterator[S
         listening.close()
 
 
-def client(port: int, timeout_s: float = 5.0, token: str | None = "secret") -> ServerConnections:
-    def read_error(payload: Any, status: int, headers: Any) -> ParrotError:
-        return EngineFailed(f"{status} {payload} {headers.get('retry-after')}")
-
+def client(
+    port: int,
+    timeout_s: float = 5.0,
+    token: str | None = "secret",
+    read_error: ErrorReader = error_of,
+) -> ServerConnections:
     return ServerConnections(
         f"http://127.0.0.1:{port}/v1",
         bearer_token=token,
@@ -100,6 +109,7 @@ async def test_requests_share_a_connection() -> None:
     assert server.num_connections == 1
     first, second = (head.split(b"\r\n") for head in server.heads)
     assert first[0] == b"POST /v1/x?v=1 HTTP/1.1"
+    assert b"Accept-Encoding: identity" in first
     assert b"Authorization: Bearer secret" in first
     assert {b"Authorization: Bearer other", b"X-Request-Id: r"} <= set(second)
     assert server.bodies == [b'{"b":"c"}', b"{}"]
@@ -170,16 +180,96 @@ async def test_a_stream_that_is_cut_off_fails_after_its_events() -> None:
     assert found == [b"1"]
 
 
-async def test_the_end_of_a_connection_ends_a_body_without_a_length() -> None:
-    answer = b'HTTP/1.0 200 OK\r\n\r\n{"a":1}'
-    async with connected(Scripted([answer, b""])) as connections:
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.0 200 OK",
+        b"HTTP/1.1 200 OK\r\nConnection: close",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: identity",
+    ],
+)
+async def test_the_end_of_a_connection_ends_a_body_without_a_length(head: bytes) -> None:
+    async with connected(Scripted([head + b'\r\n\r\n{"a":', b"1}", b""])) as connections:
         assert await connections.post("/x", {}) == {"a": 1}
 
 
-async def test_a_first_answer_of_another_kind_is_skipped() -> None:
-    answer = b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_ANSWER
-    async with connected(Scripted([answer])) as connections:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 100 Continue\r\n\r\n" + JSON_ANSWER,
+        b"HTTP/1.1 103 Early Hints\r\nContent-Encoding: gzip\r\n\r\n" * 2 + JSON_ANSWER,
+        b'HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 7\r\n\r\n{"a":1}',
+        JSON_ANSWER.replace(b"\r\n", b"\n"),
+        JSON_ANSWER.replace(b" OK", b"\r\nFolded: a\r\n b"),
+        CHUNKED + b'7 ;name="value"\r\n{"a":1}\r\n' + LAST,
+        CHUNKED + b'7  \r\n{"a":1}\r\n0\r\nContent-Encoding: gzip\r\n\r\n',
+        b"\r\n" + JSON_ANSWER + b"\r\n",
+    ],
+)
+async def test_unusual_answers_keep_the_connection(answer: bytes) -> None:
+    server = Scripted([answer[:20], answer[20:]], [JSON_ANSWER])
+    async with connected(server) as connections:
+        for _ in range(2):
+            assert await connections.post("/x", {}) == {"a": 1}
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (CHUNKED + b"no size\r\n", Unavailable),
+        (CHUNKED + b"-7\r\n", Unavailable),
+        (CHUNKED + b"f" * 17 + b"\r\n", Unavailable),
+        (CHUNKED + b'5\r\n{"a":1}\r\n' + LAST, Unavailable),
+        (CHUNKED + piece(b'{"a":1}') + b"0\r\nTrailer: " + b"a" * 2**17, Unavailable),
+        (CHUNKED + b"7;" + b"a" * 2**17, Unavailable),
+        (JSON_ANSWER.replace(b"OK", b"OK\r\nContent-Length: 8"), Unavailable),
+        (JSON_ANSWER.replace(b"OK", b"OK\r\nTransfer-Encoding: chunked"), Unavailable),
+        (JSON_ANSWER.replace(b"OK", b"OK\r\nContent-Encoding: gzip"), InternalError),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", InternalError),
+        (b"HTTP/1.1 304 Not Modified\r\nContent-Length: 7\r\n\r\n", Unavailable),
+        (
+            b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: upgrade\r\n\r\n",
+            Unavailable,
+        ),
+        (b"HTTP/1.1 500 x\r\nContent-Length: 7\r\n\r\nbroken!", KeyError),
+    ],
+)
+async def test_wrong_answers_fail_at_once(answer: bytes, error: type[Exception]) -> None:
+    def read_error(payload: Any, status: int, headers: Any) -> ParrotError:
+        raise KeyError(status)
+
+    parts = [part for part in (answer[:80], answer[80:]) if part]
+    async with connected(Scripted(parts, [JSON_ANSWER]), read_error=read_error) as connections:
+        with pytest.raises(error, match=r"^(?!.*no data for)"):
+            await connections.post("/x", {})
         assert await connections.post("/x", {}) == {"a": 1}
+
+
+async def test_an_answer_without_a_request_is_not_given_to_the_next_one() -> None:
+    extra = b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n"
+    async with connected(Scripted([JSON_ANSWER + extra], [JSON_ANSWER])) as connections:
+        for _ in range(2):
+            assert await connections.post("/x", {}) == {"a": 1}
+
+
+async def test_a_refused_request_is_not_sent_to_its_end() -> None:
+    num_read: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 x\r\nContent-Length: 2\r\n\r\n{}")
+        await asyncio.sleep(0.1)  # The body is larger than the buffers of the sockets.
+        num_read.set_result(len(await reader.read()))
+        writer.close()
+
+    listening = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    connections = client(listening.sockets[0].getsockname()[1])
+    with pytest.raises(EngineFailed, match="413"):
+        await connections.post("/x", "a" * 2**24)
+    async with asyncio.timeout(5):
+        assert await num_read < 2**24
+    listening.close()
 
 
 @pytest.mark.parametrize("script", [[b"HTTP/1.1 "], [EVENTS + piece(b"data: 1\n\n")]])

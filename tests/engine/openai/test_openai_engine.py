@@ -420,6 +420,7 @@ FAULTS: list[tuple[Fault, type[ParrotError], int]] = [
     (error(403), EngineFailed, 1),
     (error(404), EngineFailed, 1),
     (error(400), InvalidRequest, 1),
+    (error(400, code={"number": 1}, type=["a"]), InvalidRequest, 1),
     (error(400, code="context_length_exceeded"), PromptTooLong, 1),
     (error(400, type="exceed_context_size_error"), PromptTooLong, 1),
     (Fault(400, {"error": {"message": "maximum context length is 8"}}), PromptTooLong, 1),
@@ -430,6 +431,7 @@ FAULTS: list[tuple[Fault, type[ParrotError], int]] = [
     (Fault(429, None, {"retry-after": "Wed, 21 Oct 2037 07:28:00 GMT"}), QuotaExceeded, 1),
     (Fault(503, None, {"retry-after-ms": "5"}), QuotaExceeded, 3),
     (Fault(503, None, {"retry-after": "soon"}), QuotaExceeded, 3),
+    (Fault(503, None, {"retry-after": "9" * 400}), QuotaExceeded, 1),
     (error(500), EngineFailed, 3),
     (Fault(500, None, {"x-should-retry": "false"}), EngineFailed, 1),
 ]
