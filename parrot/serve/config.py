@@ -241,9 +241,9 @@ class UpstreamServer(ConfigModel):
     @field_validator("url")
     @classmethod
     def _is_url(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
-            raise ValueError(f"{url!r} is not a URL like http://HOST:PORT/v1")
+        at = urlsplit(url)
+        if at.scheme not in ("http", "https") or not at.hostname or at.query or at.port == 0:
+            raise ValueError("must be a URL like http://HOST:PORT/v1")
         return url.rstrip("/")
 
     @field_validator("engine")

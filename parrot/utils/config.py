@@ -80,7 +80,7 @@ def described(model: type[BaseModel], error: ValidationError, source: Source) ->
     """Every problem that the validation of `model` found, one a line."""
     lines = (
         f"{source if isinstance(source, str) else source(p['loc'])}: "
-        f"{_describe(model, p['loc'], p['type'], p['msg'], p['input'])}"
+        + _describe(model, p["loc"], p["type"], p["msg"].removeprefix("Value error, "), p["input"])
         for p in error.errors(include_url=False, include_context=False)
     )
     return "\n".join(lines)
@@ -100,7 +100,7 @@ def _describe(model: type[BaseModel], loc: Loc, kind: str, message: str, given: 
             allowed = f"all {noun}s: {listed}"
         return f"unknown {noun} {key}.{hint} ({allowed})"
     if not loc and noun == "field":
-        return message.removeprefix("Value error, ")
+        return message
     owner, rest = section_at(model, loc)
     field = owner.model_fields.get(str(rest[0])) if rest else None
     is_shown = kind != "missing" and (field is None or field.repr)  # Secrets have repr=False.

@@ -137,7 +137,10 @@ async def test_a_private_certificate_authority_is_trusted(certificate: tuple[Pat
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ({"url": "localhost:8000"}, "is not a URL"),
+        ({"url": "localhost:8000"}, "must be a URL"),
+        ({"url": "http://user:password@h/v1"}, "must have no user name"),
+        ({"url": "http://h:99999/v1"}, "Port out of range"),
+        ({"url": "http://h/a b/v1"}, "'http://h/a b/v1' must have no blanks"),
         ({"url": "http://h/v1", "engine": {"nonsuch": 1}}, "unknown key `nonsuch`"),
         ({"url": "http://h/v1", "engine": {"engine_type": "sim"}}, "`engine_type` is made from"),
         (
