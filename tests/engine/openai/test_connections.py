@@ -242,7 +242,8 @@ async def test_wrong_answers_fail_at_once(answer: bytes, error: type[Exception])
     parts = [part for part in (answer[:80], answer[80:]) if part]
     async with connected(Scripted(parts, [JSON_ANSWER]), read_error=read_error) as connections:
         with pytest.raises(error, match=r"^(?!.*no data for)"):
-            await connections.post("/x", {})
+            async with asyncio.timeout(4):
+                await connections.post("/x", {})
         assert await connections.post("/x", {}) == {"a": 1}
 
 
