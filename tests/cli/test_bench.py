@@ -16,9 +16,12 @@ from parrot.cli.bench.openai_client import OpenAIProgram, OpenAITarget, openai_h
 from parrot.cli.bench.plan import BenchJob, JobRunner, Plan
 from parrot.cli.bench.program import Backend, Network, Program
 from parrot.cli.bench.text import PromptText
+from parrot.cli.bench.variables import GraphProgram
 from parrot.cli.bench.workloads import WORKLOADS
 from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
+from parrot.protocol.http import HttpClient
+from parrot.protocol.serve_client import ServeClient
 from tests.support.app_server import running_in_thread, serve_app
 from tests.support.command import failed, parrot
 from tests.support.fake_openai import FakeOpenAI, Fault
@@ -156,6 +159,32 @@ async def test_no_more_run_at_once_than_was_asked_for() -> None:
     await runner.run(Plan([BenchJob("job", run)] * 10, concurrency=3))
     assert most == 3
     assert [result.error for result in runner.results] == [None] * 10
+
+
+class RecordedHttp(HttpClient):
+    """Records the paths of its requests, without the ids."""
+
+    paths: list[str]
+
+    async def request(self, method: str, path: str, **options: Any) -> Any:
+        self.paths.append("/".join(path.split("/")[:3]))
+        return await super().request(method, path, **options)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+async def test_the_first_graph_opens_the_session(cluster: Cluster, is_prepared: bool) -> None:
+    http = RecordedHttp(cluster.core_url)
+    http.paths = []
+    program = GraphProgram(ServeClient(http), Network(), "essay")
+    if is_prepared:
+        await program.prepare()
+    for text in ("first", "second"):
+        await program.read(program.call("write", [PromptText(f" {text} {is_prepared}", 2)], 3))
+    rounds = ["/v1/semantic_graph", "/v1/semantic_var"]
+    assert http.paths == [*["/v1/session"] * is_prepared, *rounds * 2]
+    await program.end()
+    await http.close()
+    assert [usage.output_tokens for usage in program.account.usages] == [3, 3]
 
 
 async def test_candidates_that_lost_are_hung_up() -> None:

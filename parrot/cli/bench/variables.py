@@ -22,8 +22,8 @@ from parrot.protocol.serve_client import ServeClient
 
 
 class GraphProgram(Program):
-    """Collects calls until the program reads an output, then submits them as one graph, as PFunc
-    does. Very large graphs take several requests."""
+    """Collects calls until the program reads an output, then submits them as one graph. The first
+    graph opens the session, unless `prepare` did. Very large graphs take several requests."""
 
     def __init__(
         self,
@@ -95,8 +95,6 @@ class GraphProgram(Program):
         """Submit all calls that were made since the last submission."""
         calls, self._new = self._new, []
         inputs, self._new_inputs = self._new_inputs, []
-        if self._opened is None and (calls or inputs):
-            await self.prepare()
         while calls or inputs:
             await self._post(inputs, calls[:MAX_CALLS])
             calls, inputs = calls[MAX_CALLS:], []
@@ -108,18 +106,27 @@ class GraphProgram(Program):
         known: dict[ProgramOutput, Var | NewVar] = {**self._vars, **new}
         request = GraphRequest.model_validate(
             {
-                **self._session.scope,
+                **self._scope(),
                 "variables": [{"name": new[one].name, "var_name": one.name} for one in inputs],
                 "calls": [self._fields(call, known) for call in calls],
             }
         )
         async with self._network.trip():
             answer = await self._client.semantic_graph(request)
+        if self._opened is None:
+            scope = {"session_id": answer.session_id, "session_auth": answer.session_auth}
+            self._opened = BenchSession(self._client, scope)
         for output in inputs:
             self._vars[output] = Var(answer.variables[new[output].name])
         for call, response in zip(calls, answer.calls, strict=True):
             var_id = answer.variables[new[call.output].name]
             self._vars[call.output] = Var(var_id, response.request_id)
+
+    def _scope(self) -> Mapping[str, Any]:
+        """The session of a graph: the open session, or a new one."""
+        if self._opened is not None:
+            return self._opened.scope
+        return {"session": {"api_key": self._api_key, "apps": [self._app]}}
 
     def _fields(
         self, call: ProgramCall, known: Mapping[ProgramOutput, Var | NewVar]
