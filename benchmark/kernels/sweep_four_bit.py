@@ -1,7 +1,10 @@
-"""Tiles for the products with weights of four bits: each candidate, for each product of a layer.
+"""Tiles for the products with weights in codes: each candidate, for each product of a layer.
 
     python -m benchmark.kernels.sweep_four_bit [--models Llama-3.1-8B ...] [--rows 8 64]
-        [--group 128]
+        [--group 128] [--bits 4] [--least]
+
+`--bits 8 --group 32` are matrices of GGUF files in Q8_0, `--bits 8 --group 16` those in Q6_K, and
+`--group 32 --least` those in Q4_1 and Q4_K.
 
 Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
 is rows of weights, slices (1 for none), stages and warps. Floors: the weights
@@ -30,7 +33,7 @@ from benchmark.kernels.sweep_products import (
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.kernels.linear.words import words_linear
-from parrot.engine.kernels.linear.words_layout import Words
+from parrot.engine.kernels.linear.words_layout import Words, block_of, width_of
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
 
 Tile = tuple[int, int, int, int]
@@ -45,17 +48,32 @@ MAX_MEMBERS = 64
 
 
 @dataclass(frozen=True)
+class Codes:
+    """The format of a matrix."""
+
+    bits: int
+    group: int
+    has_least: bool
+
+    @property
+    def block(self) -> int:
+        return block_of(self.bits, self.group)
+
+
+@dataclass(frozen=True)
 class Candidate:
     product: Product
     rows: int
-    group: int
+    codes: Codes
     tile: Tile
     splits: int
 
     @property
     def fits(self) -> bool:
         outputs, slices, stages, warps = self.tile
-        step = outputs * (64 + 2 * 4 * (128 // self.group)) + self.members * 256
+        block, group = self.codes.block, self.codes.group
+        words = 2 * width_of(group)
+        step = outputs * (words + 2 * 4 * (block // group)) + self.members * 2 * block
         is_even = self.num_blocks % (self.splits * slices) == 0
         is_small = slices * outputs * self.members // (32 * warps) <= 128  # sums in registers
         return is_even and is_small and step * slices * stages <= SHARED_BYTES
@@ -66,16 +84,20 @@ class Candidate:
 
     @property
     def num_blocks(self) -> int:
-        return self.product.inputs // 128
+        return self.product.inputs // self.codes.block
 
     def weight(self) -> Words:
         outputs, inputs = self.product.weight_shape
-        shape = self.num_blocks, outputs, 32
+        bits, group, has_least = self.codes.bits, self.codes.group, self.codes.has_least
+        shape = self.num_blocks, outputs, width_of(group)
         words = torch.randint(-(2**15), 2**15, shape, device="cuda")
-        scales = (torch.rand(inputs // self.group, outputs, device="cuda") + 0.5).half()
+        scales = (torch.rand(inputs // group, outputs, device="cuda") + 0.5).half()
         factors = scales.view(torch.int16).to(torch.int32)
-        zero = torch.tensor(-136.0, device="cuda").view(torch.int32)
-        return Words(words.to(torch.int16), factors | zero, inputs, True)
+        if has_least:
+            factors |= factors << 16
+        elif bits == 4:
+            factors |= torch.tensor(-136.0, device="cuda").view(torch.int32)
+        return Words(words.to(torch.int16), factors, inputs, bits, True, has_least)
 
     def x(self) -> torch.Tensor:
         return normal(self.rows, self.product.inputs)
@@ -94,9 +116,9 @@ class Candidate:
                 words_linear(x, weight, out, silu=self.product.silu)
 
 
-def candidates(product: Product, rows: int, group: int) -> list[Candidate]:
+def candidates(product: Product, rows: int, codes: Codes) -> list[Candidate]:
     splits = (1, 2, 4, 7) if product.is_summed else (1,)
-    found = [Candidate(product, rows, group, tile, count) for tile in SIZES for count in splits]
+    found = [Candidate(product, rows, codes, tile, count) for tile in SIZES for count in splits]
     return [candidate for candidate in found if candidate.fits]
 
 
@@ -119,11 +141,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=ALL, default=["Llama-3.1-8B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 64])
     parser.add_argument("--group", type=int, default=128)
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
+    parser.add_argument("--least", action="store_true", help="numbers have offsets")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
+    codes = Codes(args.bits, args.group, args.least)
     wanted = [
-        (model, candidates(product, rows, args.group))
+        (model, candidates(product, rows, codes))
         for model in args.models
         for product in products(ALL[model], 1)
         for rows in args.rows

@@ -1,4 +1,4 @@
-"""Products with weights of four bits on the device, and a model with them."""
+"""Products with weights in codes on the device, and models with them."""
 
 import random
 from pathlib import Path
@@ -19,6 +19,7 @@ from parrot.engine.models.words_weights import WordsWeight, words_product
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from tests.support.four_bit_checkpoints import quantise_folder
+from tests.support.gguf_models import Kind, write_gguf
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -60,6 +61,41 @@ def test_products(outputs: int, inputs: int, rows: int, group: int) -> None:
     assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
 
 
+# Bits, inputs of a group, and whether numbers have offsets: Q8_0, Q6_K, Q4_1 or Q4_K, Q5_K, and a
+# product of Q6_K and Q4_K.
+OTHERS = [(8, 32, False), (8, 16, False), (4, 32, True), (8, 32, True), (8, 16, True)]
+
+
+def other_matrix(bits: int, outputs: int, inputs: int, group: int, has_least: bool) -> CodedMatrix:
+    limits, kind = ((0, 16), torch.uint8) if bits == 4 else ((-128, 128), torch.int8)
+    codes = torch.randint(*limits, (outputs, inputs), device="cuda").to(kind)
+    shape = outputs, inputs // group
+    scales = (torch.rand(shape, device="cuda") + 0.5) * 2**-bits * inputs**-0.5
+    least = torch.randn(shape, device="cuda") * inputs**-0.5
+    least = least.half().float() if has_least else torch.zeros_like(least)
+    return CodedMatrix(codes, scales.half().float(), least)
+
+
+@pytest.mark.parametrize(("bits", "group", "has_least"), OTHERS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1000, 2080)])
+@pytest.mark.parametrize("rows", [1, 8, 17, 64, 65, 300, 600])
+def test_products_of_other_codes(
+    outputs: int, inputs: int, rows: int, bits: int, group: int, has_least: bool
+) -> None:
+    whole = other_matrix(bits, outputs, inputs, group, has_least)
+    words = words_of(whole)
+    assert words is not None
+    assert words.has_least == has_least
+    x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
+    expected = x.double() @ whole.numbers().double().T
+    out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
+    assert_close(words_linear(x, words, out), expected, inputs)
+    assert torch.equal(words_numbers(words, torch.float32), whole.numbers())
+    found = words_product(x, words, None).double()
+    error = (found - expected).norm() / expected.norm()
+    assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_other_types(kind: torch.dtype, dtype: torch.dtype) -> None:
@@ -74,10 +110,16 @@ def test_other_types(kind: torch.dtype, dtype: torch.dtype) -> None:
     assert_close(words_linear(x, words, out), expected, 512)
 
 
+@pytest.mark.parametrize("other", [None, *OTHERS])
 @pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
-def test_a_layer_of_products(rows: int) -> None:
+def test_a_layer_of_products(rows: int, other: tuple[int, int, bool] | None) -> None:
     hidden, inner = 4096, 14336
     matrices = matrix(2 * inner, hidden, 128), matrix(hidden, inner, 128)
+    if other is not None:
+        bits, group, has_least = other
+        shapes = [whole.codes.shape for whole in matrices]
+        first, second = (other_matrix(bits, *shape, group, has_least) for shape in shapes)
+        matrices = first, second
     x, residual = torch.randn(2, rows, hidden, device="cuda").bfloat16()
     gain, before = torch.rand(hidden, device="cuda").bfloat16() + 0.5, residual.double()
     weights = []
@@ -108,14 +150,35 @@ def test_greedy_tokens_are_those_of_the_numbers(tmp_path: Path, kind: str) -> No
     assert same >= len(pairs) - 2, pairs
 
 
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"blk": Kind.Q8_0},
+        {"blk": Kind.Q4_1},
+        {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "blk": Kind.Q4_K},
+    ],
+    ids=str,
+)
+def test_greedy_tokens_of_gguf_files(tmp_path: Path, kinds: dict[str, Kind]) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 128}
+    write_gguf(tmp_path / "model.gguf", kind=kinds, sizes=sizes)
+    tokenizer = str(tmp_path / "twin")
+    packed, packed_memory = outputs(tmp_path / "model.gguf", "auto", tokenizer)
+    numbers, memory = outputs(tmp_path / "model.gguf", "bfloat16", tokenizer)
+    assert packed_memory < 0.65 * memory
+    pairs = list(zip(packed, numbers, strict=True))
+    same = sum(ours[:4] == theirs[:4] for ours, theirs in pairs)
+    assert same >= len(pairs) - 2, pairs
+
+
 def random_prompts(*lengths: int) -> list[list[int]]:
     rng = random.Random(len(lengths))
     return [[rng.randrange(250) for _ in range(length)] for length in lengths]
 
 
-def outputs(folder: Path, dtype: str) -> tuple[list[list[int]], float]:
+def outputs(model: Path, dtype: str, tokenizer: str | None = None) -> tuple[list[list[int]], float]:
     """Greedy outputs, and the MiB of weights."""
-    config = {"model": str(folder), "device": "cuda", "dtype": dtype}
+    config = {"model": str(model), "device": "cuda", "dtype": dtype, "tokenizer": tokenizer}
     config |= {"instance": {"num_kv_cache_blocks": 64}}
     runner = load_runner(BuiltinConfig.model_validate(config))[0]
     assert isinstance(runner, CudaRunner)

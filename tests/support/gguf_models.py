@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import gguf
 import numpy as np
@@ -15,6 +16,27 @@ Kind = gguf.GGMLQuantizationType
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
+# Where super-blocks of 256 numbers have their float16 factors. The `gguf` package does not write
+# these types.
+_SUPER_BLOCKS = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+
+
+def random_super_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
+    """The bytes [rows, row bytes] of a matrix of random codes, with numbers of about 0.2."""
+    if kind not in _SUPER_BLOCKS:
+        numbers = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+        return gguf.quantize(numbers, kind)
+    rng, (_, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(256, size=(shape[0] * shape[1] // 256, size), dtype=np.uint8)
+    for place in _SUPER_BLOCKS[kind]:
+        # The mean of codes of Q4_K times their scales is that of the offsets.
+        factors = rng.uniform(0.5, 1.5, len(blocks)) * (0.0005 if place == 0 else 0.004)
+        if kind is Kind.Q6_K:
+            factors *= 0.05
+        blocks[:, place : place + 2] = factors.astype(np.float16)[:, None].view(np.uint8)
+    return blocks.reshape(shape[0], -1)
+
+
 def write_gguf(
     path: Path,
     architecture: str = "llama",
@@ -25,7 +47,7 @@ def write_gguf(
     """Returns the tensors that the file holds before they are quantised, under their Hugging Face
     names and in their layout.
 
-    `kind`: the type of all matrices, or of those whose names contain a string."""
+    `kind`: the type of all matrices, or of those whose llama.cpp names contain a string."""
     own = SIZES | dict(sizes or {})
     config = TINY_CONFIGS[architecture] | own
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}
@@ -55,7 +77,10 @@ def write_gguf(
         own_kind = kind
         if isinstance(kind, Mapping):
             own_kind = next((found for part, found in kind.items() if part in name), None)
-        if own_kind is not None and data.ndim == 2:
+        if own_kind in _SUPER_BLOCKS and data.ndim == 2:
+            blocks = random_super_blocks(own_kind, data.shape, crc32(name.encode()))
+            writer.add_tensor(name, blocks, raw_dtype=own_kind)
+        elif own_kind is not None and data.ndim == 2:
             writer.add_tensor(name, gguf.quantize(data, own_kind), raw_dtype=own_kind)
         else:
             writer.add_tensor(name, np.ascontiguousarray(data))

@@ -346,7 +346,7 @@ def load_decoder(
 ) -> Decoder:
     """Read, convert and pack the weights. Each thread loads one layer at a time.
 
-    Weights of four bits that are kept need bfloat16 as `dtype`. `shard`: load only one rank's part.
+    Codes that are kept need bfloat16 as `dtype`. `shard`: load only one rank's part.
     """
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
 

@@ -1,7 +1,8 @@
-"""Matrices of four bits per number, with a scale and an offset for each group of columns."""
+"""Matrices of codes, with a scale and an offset for each group of columns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 
@@ -13,12 +14,16 @@ class CodeFormat:
     bits: int  # Of a code.
     group: int  # Inputs with one scale.
 
+    def joined(self, other: "CodeFormat") -> "CodeFormat":
+        """The format of `CodedMatrix.joined`."""
+        return CodeFormat(max(self.bits, other.bits), gcd(self.group, other.group))
+
 
 @dataclass(frozen=True, slots=True)
 class CodedMatrix:
     """A matrix whose number [r, c] is codes[r, c] * scales[r, c / group] + least[r, c / group].
 
-    `codes` uint8 [rows, columns], all below 16; `scales` and `least` float32 [rows, groups]."""
+    `codes` [rows, columns] uint8 below 16, or int8; `scales` and `least` float32 [rows, groups]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -35,6 +40,11 @@ class CodedMatrix:
         return cls(codes, scales, scales * -zeros.float())
 
     @property
+    def bits(self) -> int:
+        """Bits of a code: 4 or 8."""
+        return 4 if self.codes.dtype is torch.uint8 else 8
+
+    @property
     def group(self) -> int:
         """The number of columns with one scale."""
         return self.codes.shape[1] // self.scales.shape[1]
@@ -47,13 +57,20 @@ class CodedMatrix:
         return numbers.view(rows, columns)
 
     @classmethod
-    def joined(cls, parts: "Sequence[CodedMatrix]") -> "CodedMatrix | None":
-        """Concatenate the rows of all parts; None for groups of different sizes."""
-        if len({part.group for part in parts}) > 1:
-            return None
-        codes = torch.cat([part.codes for part in parts])
-        scales = torch.cat([part.scales for part in parts])
-        return cls(codes, scales, torch.cat([part.least for part in parts]))
+    def joined(cls, parts: "Sequence[CodedMatrix]") -> "CodedMatrix":
+        """Concatenate the rows of all parts, with the widest codes and a size of groups that
+        divides all others."""
+        if len(parts) == 1:
+            return parts[0]
+        group = gcd(*(part.group for part in parts))
+        widest = max(parts, key=lambda part: part.bits).codes.dtype
+
+        def spread(factors: torch.Tensor, part: "CodedMatrix") -> torch.Tensor:
+            return factors.repeat_interleave(part.group // group, 1)
+
+        codes = torch.cat([part.codes.to(widest) for part in parts])
+        scales = torch.cat([spread(part.scales, part) for part in parts])
+        return cls(codes, scales, torch.cat([spread(part.least, part) for part in parts]))
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "CodedMatrix":
         """Apply `change` to the rows. It receives and returns tensors [rows, any]."""

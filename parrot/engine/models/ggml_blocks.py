@@ -4,8 +4,9 @@
     Q4_1  scale f16, least f16, 16 bytes number = scale * four bits + least
     Q8_0  scale f16, 32 bytes            number = scale * signed byte
 
-A block is 32 numbers of a row. Byte j of 4-bit numbers holds number j (low half) and j + 16. Other
-types use the `gguf` package, whose numpy code takes four to six times as long."""
+A block is 32 numbers of a row. Byte j of 4-bit numbers holds number j (low half) and j + 16.
+`ggml_super_blocks` has the types with blocks of 256 numbers. Other types use the `gguf` package,
+whose numpy code takes four to six times as long."""
 
 import math
 
@@ -20,17 +21,36 @@ class CutOff(Exception):
     """The file ends before the end of the tensor."""
 
 
-_F32, _F16, _Q4_0, _Q4_1, _Q8_0 = 0, 1, 2, 3, 8
+_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _Q4_K, _Q5_K, _Q6_K = 0, 1, 2, 3, 8, 12, 13, 14
 # The types that a GPU multiplies as codes.
-GPU_FORMATS = {_Q4_0: CodeFormat(4, BLOCK)}
+GPU_FORMATS = {
+    _Q4_0: CodeFormat(4, BLOCK),
+    _Q4_1: CodeFormat(4, BLOCK),
+    _Q8_0: CodeFormat(8, BLOCK),
+    _Q4_K: CodeFormat(4, BLOCK),
+    _Q5_K: CodeFormat(8, BLOCK),
+    _Q6_K: CodeFormat(8, 16),
+}
+CPU_TYPES = (_Q4_0, _Q4_1)  # The types that a CPU multiplies as codes.
 
 
 def coded(data: memoryview, kind: int, shape: tuple[int, ...]) -> CodedMatrix | None:
-    """The 4-bit matrix in `data`; None for other types. Raises `CutOff`.
+    """The matrix of codes in `data`; None for other types. Raises `CutOff`.
 
     `data` starts at the tensor's offset in the file and may be longer than the tensor."""
-    if kind not in (_Q4_0, _Q4_1) or len(shape) != 2:
+    if kind not in GPU_FORMATS or len(shape) != 2:
         return None
+    if kind in (_Q4_K, _Q5_K, _Q6_K):
+        from parrot.engine.models import ggml_super_blocks as super_blocks  # Only files with them.
+
+        read = {_Q4_K: super_blocks.q4_k, _Q5_K: super_blocks.q5_k, _Q6_K: super_blocks.q6_k}[kind]
+        size = super_blocks.SIZES[kind]
+        return read(_blocks(data, shape, size, super_blocks.BLOCK), shape)
+    if kind == _Q8_0:
+        blocks = _blocks(data, shape, 2 + BLOCK)
+        scales = _halves(blocks[:, :2]).view(shape[0], -1)
+        codes = blocks[:, 2:].contiguous().view(torch.int8).view(shape)
+        return CodedMatrix(codes, scales, torch.zeros_like(scales))
     num_scales = kind - _Q4_0 + 1
     blocks = _blocks(data, shape, 2 * num_scales + BLOCK // 2)
     scales = _halves(blocks[:, : 2 * num_scales]).view(shape[0], -1, num_scales)
@@ -69,13 +89,16 @@ def _whole(
     return _bytes(data, math.prod(shape) * item_size).clone().view(dtype).view(shape)
 
 
-def _blocks(data: memoryview, shape: tuple[int, ...], block_bytes: int) -> torch.Tensor:
+def _blocks(
+    data: memoryview, shape: tuple[int, ...], block_bytes: int, block: int = BLOCK
+) -> torch.Tensor:
     """Bytes [blocks, block_bytes]."""
-    num_blocks = math.prod(shape) // BLOCK
+    num_blocks = math.prod(shape) // block
     return _bytes(data, num_blocks * block_bytes).view(num_blocks, block_bytes)
 
 
 def _halves(columns: torch.Tensor) -> torch.Tensor:
+    """Bytes [rows, 2 n] of float16 -> float32 [rows, n]."""
     return columns.contiguous().view(torch.float16).float()
 
 

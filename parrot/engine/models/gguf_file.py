@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from parrot.engine.models.codes import CodedMatrix, CodeFormat
-from parrot.engine.models.ggml_blocks import GPU_FORMATS, CutOff, coded, dequantise
+from parrot.engine.models.ggml_blocks import CPU_TYPES, GPU_FORMATS, CutOff, coded, dequantise
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.spec import HFConfig
 from parrot.utils.config import ConfigError
@@ -156,8 +156,10 @@ class GGUFFile:
     def packed(
         self, name: str, device: torch.device, part: Part | None = None
     ) -> CodedMatrix | None:
-        """A 4-bit matrix in the layout of Hugging Face checkpoints; None for other types."""
-        matrix = self._coded(name)
+        """A matrix of codes in the layout of Hugging Face checkpoints; None for types that the
+        device does not multiply as codes."""
+        types = CPU_TYPES if device.type == "cpu" else GPU_FORMATS
+        matrix = self._coded(name) if self._tensors[_ggml_name(name)].kind in types else None
         if part is not None and matrix is not None and matrix.codes.shape[part.dim] == part.size:
             matrix = part.of_codes(matrix)
         return None if matrix is None else matrix.map(lambda rows: rows.to(device))

@@ -84,7 +84,7 @@ class FourBitLinear:
     def takes(matrix: CodedMatrix) -> bool:
         """Whether this CPU has the kernel, and the kernel supports the matrix's shape."""
         fits = matrix.codes.shape[0] % _FOUR_BIT_ROWS == 0 and matrix.group in _FOUR_BIT_GROUPS
-        return fits and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        return matrix.bits == 4 and fits and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
     @property
     def num_bytes(self) -> int:

@@ -5,8 +5,8 @@ from enum import Enum
 
 import torch
 
-from parrot.engine.kernels.linear.words_layout import BLOCK
-from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.kernels.linear.words_layout import block_of
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.fp8 import Fp8Linear, Fp8Matrix
 from parrot.engine.models.layers import FourBitLinear, Linear
 from parrot.engine.models.quantisation import group_size, stays_e4m3
@@ -14,7 +14,7 @@ from parrot.engine.models.spec import HFConfig
 from parrot.engine.models.words_linear import WordsLinear, words_of
 
 Packed = CodedMatrix | Fp8Matrix
-_FACTOR_BYTES = 4  # Of a scale and a zero on a GPU.
+_FACTOR_BYTES = 4  # Of the factors of a group on a GPU.
 
 
 class Weights(Enum):
@@ -31,13 +31,14 @@ class Weights(Enum):
         if self is Weights.PLAIN or device.type != "cuda":
             return None
         if (group := group_size(config)) is not None:
-            return code_bytes(4, group)
+            return code_bytes(CodeFormat(4, group))
         return 1.0 if stays_e4m3(config) else None
 
 
-def code_bytes(bits: int, group: int) -> float:
+def code_bytes(code_format: CodeFormat) -> float:
     """Bytes of a code on a GPU, with its part of the factors of its group."""
-    return bits / 8 + _FACTOR_BYTES / min(group, BLOCK)
+    bits, group = code_format.bits, code_format.group
+    return bits / 8 + _FACTOR_BYTES / min(group, block_of(bits, group))
 
 
 def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
@@ -47,9 +48,9 @@ def packed_linear(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear 
     if fp8 and not coded:
         same = len({part.is_blocked for part in fp8}) == 1
         return Fp8Linear(Fp8Matrix.joined(fp8), bias) if same else None
-    whole = CodedMatrix.joined(coded) if coded and not fp8 else None
-    if whole is None:
+    if fp8 or not coded:
         return None
+    whole = CodedMatrix.joined(coded)
     if whole.codes.device.type == "cuda":
         words = words_of(whole)
         return None if words is None else WordsLinear(words, bias)

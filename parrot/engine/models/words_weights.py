@@ -1,4 +1,4 @@
-"""Weights of four bits with the products of the Triton kernels."""
+"""Weights in codes with the products of the Triton kernels."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -30,7 +30,7 @@ from parrot.engine.models.layers import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class WordsWeight(LayerWeight):
-    """A weight of four bits. Its words are `weight`."""
+    """A weight in codes. Its words are `weight`."""
 
     reads_e4m3: ClassVar[bool] = False
 

@@ -1,19 +1,21 @@
 """Chooses the format of a model's matrices on a device."""
 
 import logging
+from functools import reduce
 from importlib.util import find_spec
 from math import prod
 
 import torch
 
 from parrot.engine.config import BuiltinConfig
+from parrot.engine.kernels.linear.words_layout import has_words
 from parrot.engine.models.checkpoint import Checkpoint
+from parrot.engine.models.codes import CodeFormat
 from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Weights, code_bytes
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.quantisation import group_size, stays_e4m3
 from parrot.engine.models.tensors import is_matrix, products_of
-from parrot.engine.models.words_linear import has_words
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -43,13 +45,14 @@ def choose_weights(
     if in_e4m3 and reason is None:
         reason = unaligned(_matrix_shapes(checkpoint, shard))
     group = group_size(checkpoint.config)
-    if not in_e4m3 and group is not None and not has_words(group):
+    if not in_e4m3 and group is not None and not has_words(4, group):
         reason = f"has groups of {group} inputs"
     if config.dtype == "fp8":
         if reason is not None:
             raise ConfigError(f"`dtype`: fp8 {reason}; use auto")
         return Weights.E4M3
-    if reason is not None and checkpoint.config.get("quantization_config"):
+    is_quantised = checkpoint.config.get("quantization_config") or checkpoint.gpu_formats
+    if reason is not None and is_quantised:
         logger.warning("quantised weights are converted to %s: their format %s", dtype, reason)
     return Weights.KEPT if reason is None else Weights.PLAIN
 
@@ -68,11 +71,12 @@ def bytes_of_matrices(
     shapes = _matrix_shapes(checkpoint, shard)
 
     def bytes_of_product(names: list[str]) -> float:
-        kept = {checkpoint.gpu_format(name) for name in names}
-        found = kept.pop()
-        if found is None or kept or any(shapes[name][1] % found.group for name in names):
-            return dtype.itemsize  # Of several formats, or a rank's part that splits a group.
-        return code_bytes(found.bits, found.group)
+        kept = [checkpoint.gpu_format(name) for name in names]
+        found = [x for x in kept if x is not None]
+        splits = any(shapes[name][1] % x.group for name, x in zip(names, found, strict=False))
+        if len(found) < len(kept) or splits:
+            return dtype.itemsize
+        return code_bytes(reduce(CodeFormat.joined, found))
 
     counts = [(names, sum(prod(shapes[name]) for name in names)) for names in products_of(shapes)]
     num_bytes = sum(bytes_of_product(names) * count for names, count in counts)

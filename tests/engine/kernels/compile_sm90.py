@@ -325,13 +325,21 @@ def with_codes(
     return pointers | types | {"weight_ptr": "*fp8e4nv"}, constants
 
 
-def four_bit_variant(
+def codes_of(bits: int, group: int, *, least: bool) -> dict[str, Any]:
+    """The arguments of kernels for codes, with 4096 inputs."""
+    blocks = 4096 // (16 // bits * min(32, group))
+    return {"BITS": bits, "GROUP": group, "LEAST": least, "BLOCKS": blocks, "HALF": True}
+
+
+def words_variant(
     *,
     rows: int = 16,
     outputs: int = 128,
     slices: int = 1,
     stages: int = 3,
+    bits: int = 4,
     group: int = 128,
+    least: bool = False,
     silu: bool = False,
     add: bool = False,
     warps: int = 4,
@@ -345,13 +353,8 @@ def four_bit_variant(
         pointers |= added
     else:
         constants |= dict.fromkeys(added)
-    constants |= {"N": 14336, "K": 4096, "GROUP": group, "BM": rows, "BN": outputs, "HALF": True}
-    constants |= {
-        "STAGES": stages,
-        "SLICES": slices,
-        "BLOCKS": 32,
-        "ASSEMBLY": True,
-    }
+    constants |= {"N": 14336, "K": 4096, "BM": rows, "BN": outputs}
+    constants |= {"STAGES": stages, "SLICES": slices, **codes_of(bits, group, least=least)}
     return compile_kernel(
         words_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
@@ -361,7 +364,15 @@ def four_bit_variant(
     )
 
 
-def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) -> dict[str, Any]:
+def words_qkv_variant(
+    *,
+    rows: int = 8,
+    outputs: int = 32,
+    bits: int = 4,
+    group: int = 128,
+    least: bool = False,
+    warps: int = 8,
+) -> dict[str, Any]:
     from parrot.engine.kernels.linear.words_kernels import words_qkv_kernel
 
     pointers = {"x_ptr": "*bf16", "words_ptr": "*i16", "factors_ptr": "*i32", "q_ptr": "*bf16"}
@@ -369,8 +380,8 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
     pointers |= {"cos_sin": "*fp32", "k_cache": "*bf16", "v_cache": "*bf16", "squares_ptr": "*fp32"}
     numbers = dict.fromkeys(("num_rows", "stride_x", "stride_page", "stride_table"), "i32")
     constants: dict[str, Any] = {"bias_ptr": None, "BIAS": False, "PARTS": 64, "K": 4096}
-    constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "GROUP": 128, "BM": rows, "BN": outputs}
-    constants |= {"STAGES": 3, "SLICES": 8, "BLOCKS": 32, "HALF": True}
+    constants |= {"H": 32, "HKV": 8, "D": 128, "PAGE": 64, "BM": rows, "BN": outputs}
+    constants |= {"STAGES": 3, "SLICES": 8, **codes_of(bits, group, least=least)}
     return compile_kernel(
         words_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},
@@ -380,14 +391,18 @@ def four_bit_qkv_variant(*, rows: int = 8, outputs: int = 32, warps: int = 8) ->
     )
 
 
-def four_bit_numbers_variant() -> dict[str, Any]:
+def words_numbers_variant(
+    *, bits: int = 4, group: int = 128, least: bool = False
+) -> dict[str, Any]:
     from parrot.engine.kernels.linear.words_kernels import words_numbers_kernel
 
     pointers = {"words_ptr": "*i16", "factors_ptr": "*i32", "out_ptr": "*bf16"}
+    constants = codes_of(bits, group, least=least)
+    del constants["BLOCKS"]
     return compile_kernel(
         words_numbers_kernel,
         pointers,
-        {"N": 28672, "K": 4096, "GROUP": 128, "BN": 64, "HALF": True},
+        {"N": 28672, "K": 4096, "BN": 64, **constants},
         divisible=tuple(pointers),
         num_warps=4,
     )
@@ -619,9 +634,9 @@ VARIANTS = {
     "sum": sum_variant,
     "exchange": exchange_variant,
     "qkv": qkv_variant,
-    "four bits": four_bit_variant,
-    "four bits qkv": four_bit_qkv_variant,
-    "four bits numbers": four_bit_numbers_variant,
+    "words": words_variant,
+    "words qkv": words_qkv_variant,
+    "words numbers": words_numbers_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

@@ -23,6 +23,7 @@ E4M3 = {"e4m3": True}
 BLOCKED = {**E4M3, "blocked": True}
 ROW = {"matrix": False, **E4M3}
 SLICED = {"rows": 8, "outputs": 32, "slices": 2, "warps": 2}
+NARROW = {"rows": 64, "outputs": 64, "stages": 4, "group": 32}
 LOCAL = {"window": 512, "softcap": 72.1}
 FILL = {"tiles": True, "own": True}
 LARGE = {"kernel": "attention", "dim": 256, "keys": 32, "warps": 8, **LOCAL}
@@ -104,14 +105,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one row in e4m3": {"kernel": "row", "outputs": 8, **E4M3},
     "one row in e4m3 with silu": {"kernel": "row", "silu": True, **E4M3},
     "one row in e4m3 of many inputs": {"kernel": "row", "size": 14336, "outputs": 2, **E4M3},
-    "four bits": {"kernel": "four bits", **SLICED},
-    "four bits with silu": {"kernel": "four bits", **SLICED, "silu": True},
-    "four bits and residual": {"kernel": "four bits", **SLICED, "add": True},
-    "four bits in groups of 32": {"kernel": "four bits", **SLICED, "group": 32},
-    "four bits of 32 rows": {"kernel": "four bits", "rows": 32},
-    "four bits of 64 rows": {"kernel": "four bits", "rows": 64},
-    "four bits, qkv": {"kernel": "four bits qkv"},
-    "four bits, numbers": {"kernel": "four bits numbers"},
+    "four bits": {"kernel": "words", **SLICED},
+    "four bits with silu": {"kernel": "words", **SLICED, "silu": True},
+    "four bits and residual": {"kernel": "words", **SLICED, "add": True},
+    "four bits in groups of 32": {"kernel": "words", **SLICED, "group": 32},
+    "four bits of 32 rows": {"kernel": "words", "rows": 32},
+    "four bits of 64 rows": {"kernel": "words", "rows": 64},
+    "four bits, qkv": {"kernel": "words qkv"},
+    "four bits, numbers": {"kernel": "words numbers"},
+    "four bits with offsets, 64 rows": {"kernel": "words", **NARROW, "least": True},
+    "eight bits": {"kernel": "words", **SLICED, "bits": 8, "group": 32, "silu": True},
+    "eight bits in groups of 16, 64 rows": {"kernel": "words", "rows": 64, "bits": 8, "group": 16},
+    "eight bits with offsets, qkv": {"kernel": "words qkv", "bits": 8, "group": 16, "least": True},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},
     "two rows": {"kernel": "row", "size": 1024, "outputs": 16, "rows": 2, "warps": 4},
     "two rows with silu": {

@@ -1,4 +1,4 @@
-"""Products with weights of four bits in Triton's interpreter, against float64 of their numbers."""
+"""Products with weights in codes in Triton's interpreter, against float64 of their numbers."""
 
 import re
 from collections.abc import Callable
@@ -22,9 +22,10 @@ from parrot.engine.kernels.linear.words import (
     words_numbers,
 )
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
-from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.fused_weights import Weight
 from parrot.engine.models.layers import RMSNorm
+from parrot.engine.models.packed import code_bytes
 from parrot.engine.models.words_linear import matrix_of, words_of
 from parrot.engine.models.words_weights import WordsWeight, words_product
 from tests.support.kernel_cases import relative_error, rms_norm_reference
@@ -50,6 +51,66 @@ def matrix(
     return CodedMatrix.with_zeros(codes, scales.to(kind), zeros)
 
 
+def other_matrix(
+    bits: int,
+    outputs: int,
+    inputs: int,
+    generator: torch.Generator,
+    *,
+    group: int = 32,
+    has_least: bool = True,
+) -> CodedMatrix:
+    """A matrix whose offsets are any numbers, or signed codes of eight bits without offsets."""
+    limits = (0, 16) if bits == 4 else (-128, 128)
+    kind = torch.uint8 if bits == 4 else torch.int8
+    codes = torch.randint(*limits, (outputs, inputs), generator=generator).to(kind)
+    shape = outputs, inputs // group
+    scales = (torch.rand(shape, generator=generator) + 0.5) * inputs**-0.5 / 2**bits
+    least = torch.randn(shape, generator=generator) * inputs**-0.5
+    least = least.half().float() if has_least else torch.zeros(shape)
+    return CodedMatrix(codes, scales.half().float(), least)
+
+
+# Bits, inputs of a group, and whether numbers have offsets: Q8_0, Q6_K, Q4_1, and a product of Q6_K
+# and Q4_K.
+OTHERS = [(8, 32, False), (8, 16, False), (4, 32, True), (8, 16, True)]
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "has_least", "inputs"),
+    [
+        *((bits, group, has_least, 96) for bits, group, has_least in OTHERS),
+        (8, 64, True, 192),
+        (8, 128, False, 256),
+        (4, 128, True, 384),
+        (4, 16, True, 80),
+    ],
+)
+def test_the_layout_keeps_other_codes(bits: int, group: int, has_least: bool, inputs: int) -> None:
+    generator = torch.Generator().manual_seed(group)
+    whole = other_matrix(bits, 70, inputs, generator, group=group, has_least=has_least)
+    words = words_of(whole)
+    assert words is not None
+    assert words.has_least == has_least
+    assert torch.equal(matrix_of(words).numbers(), whole.numbers())
+    assert torch.equal(words_numbers(words, torch.float32), whole.numbers())
+    padded = -(-inputs // words.block) * words.block
+    assert words.num_bytes == 70 * padded * code_bytes(CodeFormat(bits, group))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_factors_that_need_more_than_16_bits_are_rounded(bits: int) -> None:
+    whole = other_matrix(bits, 40, 64, torch.Generator().manual_seed(bits))
+    whole = CodedMatrix(whole.codes, whole.scales * 1.0003, whole.least * 1.0003)
+    words = words_of(whole)
+    assert words is not None
+    numbers = whole.numbers()
+    largest = whole.scales.abs() * (15 if bits == 4 else 128) + whole.least.abs()
+    error = (words_numbers(words, torch.float32) - numbers).abs()
+    assert float(error.max()) > 0
+    assert bool((error <= 2**-11 * largest.amax(1, keepdim=True)).all())
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(
     ("group", "inputs"), [(32, 96), (32, 128), (64, 192), (128, 256), (256, 512), (384, 384)]
@@ -67,10 +128,10 @@ def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype
 
 def test_what_the_layout_cannot_keep() -> None:
     whole = matrix(8, 128, torch.Generator().manual_seed(0))
-    assert words_of(CodedMatrix(whole.codes, whole.scales * 1.0001, whole.least * 1.0001)) is None
-    assert words_of(CodedMatrix(whole.codes, whole.scales, whole.least - whole.scales / 2)) is None
-    assert words_of(CodedMatrix(whole.codes, whole.scales, whole.scales)) is None, "a negative zero"
-    assert words_of(matrix(8, 48, torch.Generator().manual_seed(0), group=16)) is None
+    for factor in (1e-9, 1e9, float("nan")):
+        scales, least = whole.scales * factor, whole.least * factor
+        assert words_of(CodedMatrix(whole.codes, scales, least)) is None, factor
+    assert words_of(matrix(8, 48, torch.Generator().manual_seed(0), group=24)) is None
 
 
 @pytest.mark.parametrize(
@@ -101,6 +162,24 @@ def test_products(
         gate, up = expected.split(num_out, dim=1)
         expected = F.silu(gate) * up
     assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.parametrize(("bits", "group", "has_least"), OTHERS)
+@pytest.mark.parametrize(("num_rows", "num_out", "size"), [(3, 21, 96), (33, 40, 128)])
+def test_products_of_other_codes(
+    bits: int, group: int, has_least: bool, num_rows: int, num_out: int, size: int
+) -> None:
+    generator = torch.Generator().manual_seed(size)
+    whole = other_matrix(bits, 2 * num_out, size, generator, group=group, has_least=has_least)
+    words, x = words_of(whole), torch.randn(num_rows, size, generator=generator)
+    assert words is not None
+    bias = torch.randn(2 * num_out, generator=generator)
+    gate, up = (x.double() @ whole.numbers().double().T + bias.double()).split(num_out, dim=1)
+    found = words_linear(
+        x, words, torch.full((num_rows, num_out), float("nan")), bias=bias, silu=True
+    )
+    assert relative_error(found, F.silu(gate) * up) < 1e-5
+    assert relative_error(words_product(x, words, bias), torch.cat((gate, up), 1)) < 1e-5
 
 
 def test_many_rows_use_the_dequantised_weight() -> None:
@@ -163,13 +242,21 @@ def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int
     assert relative_error(last, expected) < 1e-5
 
 
-@pytest.mark.parametrize("undivided", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 5, 50])
-def test_qkv(num_rows: int, undivided: bool) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "undivided", "other"),
+    [
+        *((num_rows, undivided, None) for num_rows in (1, 5, 50) for undivided in (False, True)),
+        *((5, False, other) for other in OTHERS[1:3]),
+    ],
+)
+def test_qkv(num_rows: int, undivided: bool, other: tuple[int, int, bool] | None) -> None:
     heads, kv_heads, dim, page, size = 3, 1, 64, 16, 160
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(num_rows)
     whole = matrix((heads + 2 * kv_heads) * dim, size, generator)
+    if other is not None:
+        bits, group, has_least = other
+        whole = other_matrix(bits, *whole.codes.shape, generator, group=group, has_least=has_least)
     words = words_of(whole)
     assert words is not None
     weight = WordsWeight.of(words, torch.randn(words.outputs, generator=generator))
@@ -205,6 +292,8 @@ def test_products_with_few_programs_are_split() -> None:
     assert WordsProduct(64, 4096, 112).num_splits == 7
     assert WordsProduct(64, 4096, 32).num_splits == 4
     assert WordsProduct(64, 28672, 32).num_splits == 1
+    assert WordsProduct(8, 4096, 224, block=64).num_splits == 4, "as long as 112 blocks of 128"
+    assert WordsProduct(8, 4096, 64, block=64).num_splits == 1
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -225,13 +314,27 @@ def test_the_instructions_that_unpack_words(part: int) -> None:
     zero = (-128.0 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
     registers = {"$1": word, "$2": zero.expand(16, 17)}
     source = words_kernels._PARTS[part].value
+    assert torch.equal(computed(source, registers), (codes - zeros).double())
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_the_instructions_that_unpack_signed_codes(part: int) -> None:
+    codes = torch.arange(-128, 128)
+    for others in (0, 0xFFFF):
+        word = (codes & 0xFF) << (8 * part) | (others & ~(0xFF << (8 * part)))
+        source = words_kernels._SIGNED_PARTS[part].value
+        assert torch.equal(computed(source, {"$1": word}), codes.double())
+
+
+def computed(source: str, registers: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The result of lines of assembly in half of a register of 32 bits."""
     for line in re.findall(r"^\s*(shr|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
         name, into, *operands = line[0], *re.split(r", *", line[1])
         values = [
             registers[x] if x in registers else torch.tensor(int(x, 0) & 0xFFFF) for x in operands
         ]
         registers[into] = INSTRUCTIONS[name](*values)
-    assert torch.equal(bits_of_bfloat16(registers["$0"]).double(), (codes - zeros).double())
+    return bits_of_bfloat16(registers["$0"]).double()
 
 
 def bits_of_bfloat16(bits: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,8 @@
 """Weights of four bits: as files keep them, and in products that never make more of them."""
 
+from functools import reduce
+from pathlib import Path
+
 import gguf
 import numpy as np
 import pytest
@@ -8,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.decoder import Decoder
-from parrot.engine.models.ggml_blocks import CutOff, coded, dequantise
+from parrot.engine.models.ggml_blocks import GPU_FORMATS, CutOff, coded, dequantise
 from parrot.engine.models.layers import FourBitLinear
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.words_linear import matrix_of, words_of
+from tests.support.gguf_models import Kind, random_super_blocks, write_gguf
 
 CPU = torch.device("cpu")
 KINDS = [gguf.GGMLQuantizationType[name] for name in ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "F16", "F32")]
@@ -33,20 +37,68 @@ def test_numbers_are_those_of_the_gguf_package(
     assert torch.equal(dequantise(data, kind.value, numbers.shape), torch.from_numpy(want))
     with pytest.raises(CutOff):
         dequantise(data[:-9], kind.value, numbers.shape)
-    assert (coded(data, kind.value, numbers.shape) is not None) == (kind.name in "Q4_0 Q4_1")
+    is_coded = kind.name in ("Q4_0", "Q4_1", "Q8_0")
+    assert (coded(data, kind.value, numbers.shape) is not None) == is_coded
 
 
-@pytest.mark.parametrize(("name", "fits"), [("Q4_0", True), ("Q4_1", False)])
-def test_words_of_a_gpu_have_the_numbers_of_files(name: str, fits: bool) -> None:
-    """Offsets of Q4_1 are any numbers, which factors with whole zeros cannot hold."""
+@pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
+def test_super_blocks(name: str) -> None:
+    """The numbers are those of the gguf package. A GPU has them within the bound of `words_of`."""
+    kind, rows, columns = gguf.GGMLQuantizationType[name], 9, 512
+    raw = random_super_blocks(kind, (rows, columns), seed=1)
+    want = torch.from_numpy(gguf.dequantize(raw, kind))
+    data = memoryview(bytearray(raw.tobytes() + b"after it"))
+    assert torch.equal(dequantise(data, kind.value, (rows, columns)), want)
+    with pytest.raises(CutOff):
+        coded(data[:-9], kind.value, (rows, columns))
+    matrix = coded(data, kind.value, (rows, columns))
+    assert matrix is not None
+    assert GPU_FORMATS[kind.value] == CodeFormat(matrix.bits, matrix.group)
+    assert torch.equal(matrix.numbers(), want)
+    words = words_of(matrix)
+    assert words is not None
+    largest = 15 if matrix.bits == 4 else 128
+    most = (matrix.scales.abs() * largest + matrix.least.abs()).amax(1, keepdim=True)
+    assert bool(((matrix_of(words).numbers() - want).abs() <= 2**-11 * most).all())
+
+
+def test_a_product_of_matrices_in_several_types() -> None:
+    """The widest codes and the smallest groups hold the numbers of all of them."""
+    kinds = ["Q4_K", "Q8_0", "Q6_K"]
+    parts = []
+    for name in kinds:
+        kind = gguf.GGMLQuantizationType[name]
+        raw = random_super_blocks(kind, (8, 512), seed=2)
+        matrix = coded(memoryview(bytearray(raw.tobytes())), kind.value, (8, 512))
+        assert matrix is not None
+        parts.append(matrix)
+    whole = CodedMatrix.joined(parts)
+    formats = [GPU_FORMATS[gguf.GGMLQuantizationType[name].value] for name in kinds]
+    assert reduce(CodeFormat.joined, formats) == CodeFormat(whole.bits, whole.group)
+    assert (whole.bits, whole.group) == (8, 16)
+    assert torch.equal(whole.numbers(), torch.cat([part.numbers() for part in parts]))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
+def test_words_of_a_gpu_have_the_numbers_of_files(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     raw = gguf.quantize(np.random.default_rng(0).normal(size=(70, 160)).astype(np.float32), kind)
     matrix = coded(memoryview(bytearray(raw.tobytes())), kind.value, (70, 160))
     assert matrix is not None
     words = words_of(matrix)
-    assert (words is not None) == fits
-    if words is not None:
-        assert torch.equal(matrix_of(words).numbers(), matrix.numbers())
+    assert words is not None
+    assert words.has_least == (name == "Q4_1")
+    assert torch.equal(matrix_of(words).numbers(), matrix.numbers())
+
+
+def test_a_cpu_keeps_only_codes_of_its_kernel(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", kind={"attn_q": Kind.Q8_0, "attn_k": Kind.Q4_1})
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    assert checkpoint.take_packed(name.format("q")) is None
+    assert checkpoint.take_packed(name.format("k")) is not None
+    assert checkpoint.gpu_format(name.format("q")) == CodeFormat(8, 32)
+    assert checkpoint.gpu_format(name.format("o")) is None
 
 
 def test_a_kind_that_nobody_reads() -> None:

@@ -65,6 +65,7 @@ def test_a_model_in_plain_numbers_imports_no_products_of_other_formats(tmp_path:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     ends = ("words", "words_kernels", "words_tiles", "words_weights", "fp8_weights")
-    formats = {f"parrot.engine.models.{end}" for end in (*ends[3:], "four_bit_folder")}
+    models = (*ends[3:], "four_bit_folder", "ggml_super_blocks")
+    formats = {f"parrot.engine.models.{end}" for end in models}
     formats |= {f"parrot.engine.kernels.linear.{end}" for end in ends[:3]}
     assert not formats & set(done.stdout.split())

@@ -1,5 +1,6 @@
 """A decoder divided among ranks computes what it computes whole."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from parrot.engine.models import gguf_file
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.families import spec_from_config
-from parrot.engine.models.parallel import Partition, require_divisible
+from parrot.engine.models.ggml_blocks import GPU_FORMATS
+from parrot.engine.models.parallel import Part, Partition, require_divisible
 from parrot.engine.models.tensors import OWN, is_matrix
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.utils.config import ConfigError
 from tests.support.four_bit_checkpoints import quantise_folder
+from tests.support.gguf_models import Kind, write_gguf
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
@@ -84,6 +88,30 @@ def test_ranks_divide_matrices_of_four_bits(tmp_path: Path, kind: str) -> None:
 
     for logits in on_ranks(2, compute):
         torch.testing.assert_close(logits, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("ranks", "is_split"), [(2, False), (4, True)])
+def test_ranks_divide_codes_of_a_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, is_split: bool
+) -> None:
+    """A part that splits a group of 32 inputs is no matrix of codes."""
+    monkeypatch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
+    sizes = {"hidden_size": 256, "intermediate_size": 64}
+    kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0, "blk": Kind.Q4_K}
+    write_gguf(tmp_path / "model.gguf", kind={"attn_output": Kind.Q4_0, **kinds}, sizes=sizes)
+    checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
+    layer = OWN.layer.format(i=1)
+    for module in (OWN.q, OWN.v, OWN.o, OWN.gate, OWN.down):
+        name = f"{layer}.{module}.weight"
+        for rank in range(ranks):
+            size = checkpoint.plans[name].shape[module in (OWN.o, OWN.down)]
+            part = Part(int(module in (OWN.o, OWN.down)), rank * size // ranks, 0, size)
+            part = replace(part, stop=part.start + size // ranks)
+            matrix = checkpoint.take_packed(name, CPU, part)
+            assert (matrix is None) == (is_split and part.dim == 1)
+            if matrix is not None:
+                assert torch.equal(matrix.numbers(), checkpoint.take(name, CPU, part))
+            assert torch.equal(checkpoint.take(name, CPU, part), part.of(checkpoint.take(name)))
 
 
 @pytest.mark.parametrize("kind", ["embedded", "dummy"])

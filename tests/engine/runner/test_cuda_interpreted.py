@@ -34,10 +34,11 @@ from parrot.engine.core.steps import (
 from parrot.engine.grammar.compiler import GrammarCompiler
 from parrot.engine.kernels.linear import products
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.models import decoder
+from parrot.engine.models import decoder, gguf_file
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.ggml_blocks import GPU_FORMATS
 from parrot.engine.models.layers import Linear, PlainLinear
 from parrot.engine.models.packed import Packed, Weights, packed_linear
 from parrot.engine.models.words_linear import WordsLinear, words_of
@@ -53,6 +54,7 @@ from parrot.utils.clock import MonotonicClock
 from tests.support.answer import Answer
 from tests.support.byte_tokenizer import plain_byte_tokenizer
 from tests.support.four_bit_checkpoints import quantise_folder
+from tests.support.gguf_models import Kind, write_gguf
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.runner_driver import Context, Driver
 from tests.support.tiny_model import make_tiny_model
@@ -95,7 +97,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 MakeRunners = Callable[..., tuple[ModelRunner, CudaRunner]]
 
 
-WEIGHTS = {"": Weights.PLAIN, "e4m3": Weights.E4M3, "four bits": Weights.KEPT}
+WEIGHTS = {
+    "": Weights.PLAIN,
+    "e4m3": Weights.E4M3,
+    "four bits": Weights.KEPT,
+    "GGUF types": Weights.KEPT,
+}
+# q, k and v become codes of eight bits with offsets, out has signed codes, and the rest four bits.
+GGUF_TYPES = {"attn_v": Kind.Q8_0, "attn_o": Kind.Q8_0, "blk": Kind.Q4_1}
 
 
 def packed_as_on_a_gpu(parts: Sequence[Packed], bias: torch.Tensor | None) -> Linear | None:
@@ -122,13 +131,21 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
         if kind == "four bits":
             quantise_folder(path, folder / kind / name, "awq", 32)
             path = folder / kind / name
+        if kind == "GGUF types":
+            path /= "model.gguf"
+            write_gguf(path, kind=GGUF_TYPES)
         checkpoint = open_checkpoint(str(path))
         cpu = torch.device("cpu")
         weights = WEIGHTS[kind]
         with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
             patch.setattr(decoder, "make_linear", PlainLinear)
             patch.setattr(decoder, "packed_linear", packed_as_on_a_gpu)
-            return load_decoder(checkpoint, torch.float32, cpu, weights=weights)
+            patch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
+            model = load_decoder(checkpoint, torch.float32, cpu, weights=weights)
+        linears = [linear for layer in model.layers for linear in layer.linears]
+        is_coded = all(isinstance(linear, WordsLinear) for linear in linears)
+        assert is_coded == (weights is Weights.KEPT)
+        return model
 
     return load
 
@@ -178,6 +195,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
         *itertools.product(("llama", "mistral", "gemma2", "gemma3", "qwen3"), (True,)),
         *((f"{family} in e4m3", False) for family in ("llama", "gemma3")),
         *((f"{family} in four bits", False) for family in ("llama", "gemma3")),
+        ("llama in GGUF types", False),
     ],
 )
 def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:

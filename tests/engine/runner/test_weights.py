@@ -67,7 +67,7 @@ def test_quantised_matrices_are_kept_by_auto(found: Mapping[str, Any]) -> None:
         (FP8, (9, 0), False, "needs Triton"),
         (AWQ, (7, 5), True, "capability 8.0 or later"),
         (AWQ, (9, 0), False, "needs Triton"),
-        (AWQ | {"group_size": 16}, (9, 0), True, "their format has groups of 16 inputs"),
+        (AWQ | {"group_size": 24}, (9, 0), True, "their format has groups of 24 inputs"),
     ],
 )
 def test_a_device_without_kernels_converts_them(
@@ -87,6 +87,14 @@ def test_a_device_without_kernels_converts_them(
     caplog.clear()
     chosen(LARGE)
     assert not caplog.messages
+
+
+def test_a_gguf_file_is_converted_by_a_device_without_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with_device(monkeypatch, (7, 5))
+    assert chosen(with_formats({"any": CodeFormat(8, 32)})) is Weights.PLAIN
+    assert "capability 8.0 or later" in caplog.text
 
 
 def test_four_bits_need_no_conversions_of_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,5 +187,10 @@ def test_the_types_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
     assert mean_bytes(checkpoint) == 0.5 + 4 / 32
     assert open_checkpoint(checkpoint.source, dummy=True).gpu_formats == {}
+    kinds = {"attn_v": Kind.Q6_K, "attn_o": Kind.Q8_0, "ffn_down": Kind.Q8_0, "blk": Kind.Q4_K}
+    write_gguf(tmp_path / "types.gguf", kind=kinds, sizes={"hidden_size": 256})
+    rows = {1.25: 64 + 32 + 32, 1.125: 64 + 96, 0.625: 2 * 96}  # Of 256 numbers each.
+    expected = sum(size * count for size, count in rows.items()) / sum(rows.values())
+    assert mean_bytes(open_checkpoint(str(tmp_path / "types.gguf"))) == pytest.approx(expected)
     write_gguf(tmp_path / "other.gguf", kind=Kind.F16)
     assert mean_bytes(open_checkpoint(str(tmp_path / "other.gguf"))) is None

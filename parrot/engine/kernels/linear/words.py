@@ -1,4 +1,4 @@
-"""Launches the products with weights of four bits."""
+"""Launches the products with weights in codes."""
 
 import torch
 import triton
@@ -95,9 +95,11 @@ def words_qkv(
         HKV=shape.num_kv_heads,
         D=shape.head_dim,
         PAGE=shape.page_size,
+        BITS=weight.bits,
         GROUP=weight.group,
         BLOCKS=weight.num_blocks,
         HALF=weight.has_half_scales,
+        LEAST=weight.has_least,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         ASSEMBLY=_has_assembly(rows),
@@ -116,9 +118,11 @@ def words_numbers(weight: Words, dtype: torch.dtype) -> torch.Tensor:
         out,
         N=weight.outputs,
         K=weight.inputs,
+        BITS=weight.bits,
         GROUP=weight.group,
         BN=_NUMBERS_OUTPUTS,
         HALF=weight.has_half_scales,
+        LEAST=weight.has_least,
         num_warps=4,
     )
     return out
@@ -162,9 +166,11 @@ def _launch(
         rows.stride(0),
         N=num_out,
         K=size,
+        BITS=weight.bits,
         GROUP=weight.group,
         BLOCKS=weight.num_blocks // splits,
         HALF=weight.has_half_scales,
+        LEAST=weight.has_least,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         SILU=silu,

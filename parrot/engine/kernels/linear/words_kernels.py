@@ -1,16 +1,20 @@
-"""Products with weights of four bits on the tensor core. `words` launches them.
+"""Products with weights in codes on the tensor core. `words` launches them.
 
-Weights are int16 words [inputs / 128, outputs, 32]. Word j of a block of 128 inputs has inputs j,
-j + 32, j + 64 and j + 96, the first in its lowest bits. Number (output, input) is (code - zero) *
-scale. A group of 32, 64 or 128 inputs has one scale and one zero. They are in int32 `factors`
-[groups, outputs]: the scale in the lower half as float16 or bfloat16, and -128 - zero in the upper
-half as bfloat16. One load of 4 bytes is fetched ahead, as the words are.
+Weights are int16 words [blocks, outputs, 32]. A word holds four codes of 4 bits, or two signed
+codes of 8 bits. Word j of a block has inputs j, j + 32 and so on, the first in its lowest bits. A
+group of 32 inputs or more that divides a block has one factor in int32 `factors` [groups, outputs].
+Groups of 16 inputs have blocks of 16 words. One load of 4 bytes is fetched ahead, as the words are.
+
+A factor has a scale in its lower half, as float16 or bfloat16. A number is (code - zero) * scale.
+The upper half of codes of 4 bits has -128 - zero in bfloat16. Codes of 8 bits have no zero. With
+LEAST a number is code * scale + least, and the upper half has `least` in the type of the scale.
 
 Copies to shared memory are the limit of products of few rows. A copy of 64 bytes takes as long as
 one of 128. So the words of neighbouring outputs are neighbours, and x is read in whole groups.
 
-A product multiplies whole numbers of up to 5 bits, which are exact in bfloat16, and then the sum
-of a group by its scale."""
+A product multiplies whole numbers of up to 8 bits, which are exact in bfloat16, and then the sum
+of a group by its scale. With LEAST it adds `least` times the sum of x, which the tensor core
+computes as well: so the sums have the layout of the products."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 import triton
@@ -37,6 +41,19 @@ _ASSEMBLY = """
 """
 _PARTS = tuple(tl.constexpr(_ASSEMBLY.format(shift=4 * part)) for part in range(4))
 _PART_0, _PART_1, _PART_2, _PART_3 = _PARTS
+# The seven low bits of a signed code are those of 128 + code. The sign makes -256 of -128.
+_SIGNED_ASSEMBLY = """
+    {{
+    .reg .b32 codes, signs, one;
+    shr.b32 codes, $1, {shift};
+    lop3.b32 signs, codes, 0x00800080, 0xC300C300, 0xEA;
+    lop3.b32 codes, codes, 0x007F007F, 0x43004300, 0xEA;
+    mov.b32 one, 0x3F803F80;
+    fma.rn.bf16x2 $0, codes, one, signs;
+    }}
+"""
+_SIGNED_PARTS = tuple(tl.constexpr(_SIGNED_ASSEMBLY.format(shift=8 * part)) for part in range(2))
+_SIGNED_0, _SIGNED_1 = _SIGNED_PARTS
 
 
 @triton.jit
@@ -47,10 +64,35 @@ def _assembled(words, zero, SOURCE: tl.constexpr):
 
 
 @triton.jit
-def _part(words, factor, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """The codes of 32 inputs [..., BN, 32] minus the zeros of factors [..., BN]."""
-    zero = tl.expand_dims((factor & -65536).to(tl.float32, bitcast=True), -1)  # -128 - zero.
+def _signed(words, P: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The signed codes of eight bits that are part P of words."""
     if ASSEMBLY:
+        numbers = tl.inline_asm_elementwise(
+            _SIGNED_0 if P == 0 else _SIGNED_1, "=r,r", [words], tl.bfloat16, is_pure=True, pack=2
+        )
+    else:
+        numbers = ((words << (8 - 8 * P)) >> 8).to(tl.float32).to(KIND)
+    return numbers
+
+
+@triton.jit
+def _part(
+    words,
+    factor,
+    P: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """The codes of part P of words [..., BN, words], minus the zeros of factors [..., BN]."""
+    if LEAST:
+        zero = tl.expand_dims(tl.full(factor.shape, -128.0, tl.float32), -1)
+    else:
+        zero = tl.expand_dims((factor & -65536).to(tl.float32, bitcast=True), -1)  # -128 - zero.
+    if BITS == 8:
+        numbers = _signed(words, P, KIND, ASSEMBLY)
+    elif ASSEMBLY:
         if P == 0:
             numbers = _assembled(words, zero, _PART_0)
         elif P == 1:
@@ -76,6 +118,12 @@ def _scale_of(factor, HALF: tl.constexpr):
 
 
 @triton.jit
+def _least_of(factor, HALF: tl.constexpr):
+    """The numbers of code 0, float32. HALF: they are float16."""
+    return _scale_of(factor >> 16, HALF)
+
+
+@triton.jit
 def _load_words(at, inside, WHOLE: tl.constexpr):
     """Words of weights, which are read once. Their cache lines are evicted first."""
     if WHOLE:
@@ -93,19 +141,28 @@ def _load_factors(at, inside, WHOLE: tl.constexpr):
 
 @triton.jit
 def _codes(
-    words, factor, G: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, ASSEMBLY: tl.constexpr
+    words,
+    factor,
+    G: tl.constexpr,
+    GROUP: tl.constexpr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    LEAST: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
 ):
-    """The codes of group G of words [..., 32] minus the zeros of factors [...], as [..., GROUP].
+    """The codes of group G of words [..., words] minus the zeros of factors [...], as
+    [..., GROUP].
 
     Joining the parts and exchanging dimensions only renames registers."""
-    FIRST: tl.constexpr = G * GROUP // 32
-    codes = _part(words, factor, FIRST, KIND, ASSEMBLY)
+    FIRST: tl.constexpr = G * GROUP // words.shape[-1]
+    codes = _part(words, factor, FIRST, KIND, BITS, LEAST, ASSEMBLY)
     if GROUP == 64:
-        codes = _side_by_side(codes, _part(words, factor, FIRST + 1, KIND, ASSEMBLY))
+        second = _part(words, factor, FIRST + 1, KIND, BITS, LEAST, ASSEMBLY)
+        codes = _side_by_side(codes, second)
     elif GROUP == 128:
-        third = _part(words, factor, 2, KIND, ASSEMBLY)
-        codes = _side_by_side(codes, _part(words, factor, 1, KIND, ASSEMBLY))
-        rest = _side_by_side(third, _part(words, factor, 3, KIND, ASSEMBLY))
+        third = _part(words, factor, 2, KIND, BITS, LEAST, ASSEMBLY)
+        codes = _side_by_side(codes, _part(words, factor, 1, KIND, BITS, LEAST, ASSEMBLY))
+        rest = _side_by_side(third, _part(words, factor, 3, KIND, BITS, LEAST, ASSEMBLY))
         codes = _side_by_side(codes, rest)
     return codes
 
@@ -134,34 +191,42 @@ def _products(
     ROWS: tl.constexpr,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
     HALF: tl.constexpr,
+    LEAST: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """BN rows of ROWS rows of weights times BM rows of x, over BLOCKS blocks. float32 [BN, BM]."""
     result = tl.zeros([BN, BM], dtype=tl.float32)
-    word = tl.arange(0, 32)
+    WIDTH: tl.constexpr = min(GROUP, 32)
+    BLOCK: tl.constexpr = 16 // BITS * WIDTH
+    word = tl.arange(0, WIDTH)
     place = tl.arange(0, GROUP)
     kind = x_row_at.dtype.element_ty
     for index in tl.range(0, BLOCKS, num_stages=STAGES):
         block = first_block + index
-        words_at = words_ptr + (block.to(tl.int64) * ROWS + row)[:, None] * 32 + word[None, :]
+        words_at = words_ptr + (block.to(tl.int64) * ROWS + row)[:, None] * WIDTH + word[None, :]
         words = _load_words(words_at, inside, WHOLE)
-        for group in tl.static_range(128 // GROUP):
-            factor_at = factors_ptr + (block * (128 // GROUP) + group) * ROWS + row
+        for group in tl.static_range(BLOCK // GROUP):
+            factor_at = factors_ptr + (block * (BLOCK // GROUP) + group) * ROWS + row
             factor = _load_factors(factor_at, inside, WHOLE)
-            column = block * 128 + group * GROUP + place
+            column = block * BLOCK + group * GROUP + place
             is_input = live[:, None]
-            if K % 128 != 0:
+            if K % BLOCK != 0:
                 is_input = is_input & (column < K)[None, :]
             x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
-            codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
+            codes = _codes(words, factor, group, GROUP, kind, BITS, LEAST, ASSEMBLY)
             sums = tl.dot(codes, x, input_precision="ieee")
             result += sums * _scale_of(factor, HALF)[:, None]
+            if LEAST:
+                ones = tl.full([BN, GROUP], 1.0, kind)
+                sums = tl.dot(ones, x, input_precision="ieee")
+                result += sums * _least_of(factor, HALF)[:, None]
     return result
 
 
@@ -177,6 +242,7 @@ def _sliced_products(
     ROWS: tl.constexpr,
     K: tl.constexpr,
     BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -184,6 +250,7 @@ def _sliced_products(
     STAGES: tl.constexpr,
     WHOLE: tl.constexpr,
     HALF: tl.constexpr,
+    LEAST: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """`_products`, in which each warp has every SLICES-th block.
@@ -191,7 +258,9 @@ def _sliced_products(
     A block takes a warp half a microsecond, mostly of latency. So few rows of weights need many
     warps."""
     result = tl.zeros([SLICES, BN, BM], dtype=tl.float32)
-    word = tl.arange(0, 32)
+    WIDTH: tl.constexpr = min(GROUP, 32)
+    BLOCK: tl.constexpr = 16 // BITS * WIDTH
+    word = tl.arange(0, WIDTH)
     place = tl.arange(0, GROUP)
     piece = tl.arange(0, SLICES)
     kind = x_row_at.dtype.element_ty
@@ -202,19 +271,24 @@ def _sliced_products(
             exists = exists & (index + piece < BLOCKS)[:, None]
         even: tl.constexpr = WHOLE & (BLOCKS % SLICES == 0)
         tile_row = block.to(tl.int64)[:, None] * ROWS + row[None, :]
-        words = _load_words(words_ptr + tile_row[:, :, None] * 32 + word, exists, even)
-        for group in tl.static_range(128 // GROUP):
-            first_factor = (block * (128 // GROUP) + group) * ROWS
+        words = _load_words(words_ptr + tile_row[:, :, None] * WIDTH + word, exists, even)
+        for group in tl.static_range(BLOCK // GROUP):
+            first_factor = (block * (BLOCK // GROUP) + group) * ROWS
             factor_at = factors_ptr + first_factor[:, None] + row[None, :]
             factor = _load_factors(factor_at, exists, even)
-            column = block[:, None] * 128 + group * GROUP + place[None, :]
+            column = block[:, None] * BLOCK + group * GROUP + place[None, :]
             is_input = live[None, :, None]
-            if K % 128 != 0 or BLOCKS % SLICES != 0:
+            if K % BLOCK != 0 or BLOCKS % SLICES != 0:
                 is_input = is_input & (column < K)[:, None, :]
             x = tl.load(x_row_at[None, :, :] + column[:, None, :], mask=is_input, other=0.0)
-            codes = _codes(words, factor, group, GROUP, kind, ASSEMBLY)
-            sums = tl.dot(codes, tl.permute(x, (0, 2, 1)), input_precision="ieee")
+            x = tl.permute(x, (0, 2, 1))
+            codes = _codes(words, factor, group, GROUP, kind, BITS, LEAST, ASSEMBLY)
+            sums = tl.dot(codes, x, input_precision="ieee")
             result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
+            if LEAST:
+                ones = tl.full([SLICES, BN, GROUP], 1.0, kind)
+                sums = tl.dot(ones, x, input_precision="ieee")
+                result += sums * tl.expand_dims(_least_of(factor, HALF), -1)
     return tl.sum(result, 0)
 
 
@@ -241,6 +315,7 @@ def words_linear_kernel(
     stride_x,
     N: tl.constexpr,
     K: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -248,6 +323,7 @@ def words_linear_kernel(
     SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
+    LEAST: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
@@ -283,14 +359,14 @@ def words_linear_kernel(
     if SLICES > 1:
         result = _sliced_products(
             words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
-            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, N % OUTPUTS == 0, HALF,
-            ASSEMBLY,
+            2 * N if SILU else N, K, BLOCKS, BITS, GROUP, BM, BN, SLICES, STAGES,
+            N % OUTPUTS == 0, HALF, LEAST, ASSEMBLY,
         )  # fmt: skip
     else:
         result = _products(
             words_ptr, factors_ptr, row, x_row_at, is_row, live, first_block,
-            2 * N if SILU else N, K, BLOCKS, GROUP, BM, BN, STAGES, N % OUTPUTS == 0, HALF,
-            ASSEMBLY,
+            2 * N if SILU else N, K, BLOCKS, BITS, GROUP, BM, BN, STAGES,
+            N % OUTPUTS == 0, HALF, LEAST, ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
@@ -334,6 +410,7 @@ def words_qkv_kernel(
     HKV: tl.constexpr,
     D: tl.constexpr,
     PAGE: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -341,6 +418,7 @@ def words_qkv_kernel(
     SLICES: tl.constexpr,
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
+    LEAST: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -366,12 +444,14 @@ def words_qkv_kernel(
     if SLICES > 1:
         result = _sliced_products(
             words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, SLICES, STAGES, True, HALF, ASSEMBLY,
+            (H + 2 * HKV) * D, K, BLOCKS, BITS, GROUP, BM, BN, SLICES, STAGES, True, HALF, LEAST,
+            ASSEMBLY,
         )  # fmt: skip
     else:
         result = _products(
             words_ptr, factors_ptr, row, x_row_at, inside, live, 0,
-            (H + 2 * HKV) * D, K, BLOCKS, GROUP, BM, BN, STAGES, True, HALF, ASSEMBLY,
+            (H + 2 * HKV) * D, K, BLOCKS, BITS, GROUP, BM, BN, STAGES, True, HALF, LEAST,
+            ASSEMBLY,
         )  # fmt: skip
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
@@ -390,23 +470,29 @@ def words_numbers_kernel(
     out_ptr,
     N: tl.constexpr,
     K: tl.constexpr,
+    BITS: tl.constexpr,
     GROUP: tl.constexpr,
     BN: tl.constexpr,
     HALF: tl.constexpr,
+    LEAST: tl.constexpr,
 ):
     """Program (block, BN outputs): the numbers, rounded to the type of out [N, K]."""
     block = tl.program_id(0)
     row = tl.program_id(1) * BN + tl.arange(0, BN)
     inside = row < N
-    word = tl.arange(0, 32)
-    words_at = words_ptr + (block.to(tl.int64) * N + row)[:, None] * 32 + word[None, :]
+    WIDTH: tl.constexpr = min(GROUP, 32)
+    BLOCK: tl.constexpr = 16 // BITS * WIDTH
+    word = tl.arange(0, WIDTH)
+    words_at = words_ptr + (block.to(tl.int64) * N + row)[:, None] * WIDTH + word[None, :]
     words = tl.load(words_at, mask=inside[:, None], other=0)
-    for part in tl.static_range(4):
-        group = block * (128 // GROUP) + part * 32 // GROUP
+    for part in tl.static_range(16 // BITS):
+        group = block * (BLOCK // GROUP) + part * WIDTH // GROUP
         factor = tl.load(factors_ptr + group * N + row, mask=inside, other=0)
-        numbers = _part(words, factor, part, tl.float32, False)
+        numbers = _part(words, factor, part, tl.float32, BITS, LEAST, False)
         numbers *= _scale_of(factor, HALF)[:, None]
-        column = block * 128 + part * 32 + word
+        if LEAST:
+            numbers += _least_of(factor, HALF)[:, None]
+        column = block * BLOCK + part * WIDTH + word
         out_at = out_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
         is_input = inside[:, None] & (column < K)[None, :]
         tl.store(out_at, numbers.to(out_ptr.dtype.element_ty), mask=is_input)

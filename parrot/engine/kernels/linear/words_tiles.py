@@ -1,4 +1,7 @@
-"""Tile sizes for products with weights of four bits, tuned on an H200."""
+"""Tile sizes for products with weights in codes.
+
+They are tuned on an H200 for codes of four bits with whole zeros. Other codes use them unmeasured.
+"""
 
 from dataclasses import dataclass
 
@@ -10,7 +13,7 @@ _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
-_MANY_BLOCKS = 64  # From this number of blocks on, also a narrow product is split.
+_MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -20,12 +23,15 @@ class WordsProduct:
 
     rows: int
     outputs: int
-    blocks: int  # Of 128 inputs, in all splits.
+    blocks: int  # In all splits.
     splits: int = 1
+    block: int = 128  # Inputs of a block.
+    has_least: bool = False
 
     @classmethod
     def of(cls, rows: int, weight: Words, splits: int = 1) -> "WordsProduct":
-        return cls(rows, weight.outputs, weight.num_blocks, splits)
+        block, has_least = weight.block, weight.has_least
+        return cls(rows, weight.outputs, weight.num_blocks, splits, block, has_least)
 
     @property
     def most_rows(self) -> int:
@@ -36,12 +42,11 @@ class WordsProduct:
     def num_splits(self) -> int:
         """The best number of splits of the inputs, if the caller sums their results."""
         # Fewer blocks for a program shorten its chain of dependent products.
-        is_long = self.blocks >= _MANY_BLOCKS
-        if self._is_sliced and not is_long:
+        if self._is_sliced and not self._is_long:
             return 1
         if triton.cdiv(self.outputs, 32 if self._is_sliced else 128) > _FEW_PROGRAMS:
             return 1
-        choices = (4, 2) if self._is_sliced or not is_long else (7, 4, 2)
+        choices = (4, 2) if self._is_sliced or not self._is_long else (7, 4, 2)
         return next((count for count in choices if self.blocks % count == 0), 1)
 
     def tile(self) -> dict[str, int]:
@@ -65,12 +70,17 @@ class WordsProduct:
     def _is_sliced(self) -> bool:
         return self._members <= _SLICED_ROWS
 
+    @property
+    def _is_long(self) -> bool:
+        return self.blocks * self.block >= _MANY_INPUTS
+
     def _sizes(self) -> tuple[int, int, int, int]:
         """Rows of weights, slices, stages and warps."""
         is_wide = self.outputs > _MANY_OUTPUTS
         if self._members > _SLICED_ROWS:
-            is_long = self.splits > 1 and self.blocks >= _MANY_BLOCKS
-            return (128, 1, 3, 4) if is_wide or is_long else (64, 1, 4, 4)
+            # With the sums of x, a tile of 128 outputs would not fit in the registers.
+            is_tall = (is_wide or (self.splits > 1 and self._is_long)) and not self.has_least
+            return (128, 1, 3, 4) if is_tall else (64, 1, 4, 4)
         if is_wide:
             return 32, 4, 3, 4
         if self.splits > 1:
