@@ -36,6 +36,7 @@ from parrot.utils.tasks import TaskSet
 ENGINE = {"engine_type": "sim", "instance": {"step_s": 0.01}}
 SAMPLING = {"temperature": 0.0, "max_gen_length": 60}
 WIDTH = 6  # calls that are joined
+_BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 _PATIENCE_S = 30.0
 _NUM_SAMPLES = 30
 _MIN_ROUNDS = 2  # one drains, one resumes
@@ -230,7 +231,7 @@ def _growth(values: list[float]) -> float | None:
 async def run_soak(cluster: Cluster, minutes: float) -> dict[str, Any]:
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
-            executable_path=shutil.which("chromium") or shutil.which("google-chrome"),
+            executable_path=next(filter(None, map(shutil.which, _BROWSERS)), None),
             args=["--no-sandbox", "--disable-gpu"],
         )
         return await soak(cluster, browser, 60 * minutes)

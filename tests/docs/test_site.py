@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.async_api import async_playwright
 
-from tests.support.programs import program
+from tests.support.programs import chromium
 
 ROOT = Path(__file__).parents[2]
 # What a browser fetches by itself. `<a href>` is followed by people only.
@@ -81,10 +81,9 @@ async def test_search_works_from_a_folder(site: Path) -> None:
     """In a browser, with the files alone."""
     asked: list[str] = []
     errors: list[str] = []
-    chromium = program("chromium", "chromium", "google-chrome")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"]
         )
         page = await browser.new_page()
         page.on("request", lambda request: asked.append(request.url))

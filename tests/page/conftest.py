@@ -10,7 +10,7 @@ from parrot.gateway.page.visitors import page_key
 from parrot.serve.config import CoreConfig
 from tests.page.stage import Stage, open_stage
 from tests.server.test_serve_http import Site, open_site
-from tests.support.programs import program
+from tests.support.programs import chromium
 
 TOKEN = "inside"
 
@@ -61,10 +61,9 @@ class Visit:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def browser() -> AsyncIterator[Browser]:
-    chromium = program("chromium", "chromium", "google-chrome")
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=chromium(), args=["--no-sandbox", "--disable-gpu"]
         )
         yield browser
         await browser.close()

@@ -9,7 +9,7 @@ from playwright.async_api import async_playwright
 
 from tests.page import scene
 from tests.page.stage import open_stage
-from tests.support.programs import program
+from tests.support.programs import chromium
 
 _ROUNDS = 5
 # Open the run, and resolve with the two times.
@@ -32,11 +32,10 @@ async () => {
 
 async def measure() -> list[tuple[float, float]]:
     """Milliseconds from the click until the graph and the timeline, in several new pages."""
-    chromium = program("chromium", "chromium", "google-chrome")
     times: list[tuple[float, float]] = []
     async with async_playwright() as playwright:
         args = ["--no-sandbox", "--disable-gpu"]
-        browser = await playwright.chromium.launch(executable_path=chromium, args=args)
+        browser = await playwright.chromium.launch(executable_path=chromium(), args=args)
         for _ in range(_ROUNDS):
             stage = await open_stage(browser, is_frozen=False)
             stage.answers["sessions/9"] = scene.large_run()

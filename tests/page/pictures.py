@@ -15,7 +15,7 @@ from playwright.async_api import Browser, async_playwright
 
 from tests.page import scene
 from tests.page.stage import open_stage
-from tests.support.programs import program
+from tests.support.programs import chromium
 
 FOLDER = Path(__file__).parents[2] / "docs/page"
 MADE_WITH = FOLDER / "made_with.json"
@@ -38,9 +38,8 @@ _NOTICEABLE = 24  # Difference of a channel, of 255, that counts.
 
 def made_with() -> dict[str, str]:
     """The browser and the fonts of this machine."""
-    chromium = program("chromium", "chromium", "google-chrome")
     commands = {
-        "browser": [chromium, "--version"],
+        "browser": [chromium(), "--version"],
         "sans": ["fc-match", "sans-serif"],
         "mono": ["fc-match", "monospace"],
     }
@@ -86,10 +85,9 @@ def difference(one: Image.Image, other: Image.Image) -> float:
 
 async def write() -> None:
     FOLDER.mkdir(exist_ok=True)
-    chromium = program("chromium", "chromium", "google-chrome")
     async with async_playwright() as playwright:
         args = ["--no-sandbox", "--disable-gpu"]
-        browser = await playwright.chromium.launch(executable_path=chromium, args=args)
+        browser = await playwright.chromium.launch(executable_path=chromium(), args=args)
         async for name, image in pictures(browser):
             image.save(FOLDER / f"{name}.png", optimize=True)
         await browser.close()

@@ -2,11 +2,11 @@
 
 from benchmark.soak.soak_page import ENGINE, run_soak
 from parrot.cluster import Cluster
-from tests.support.programs import program
+from tests.support.programs import chromium
 
 
 async def test_no_update_is_lost_while_connections_break_and_engines_drain() -> None:
-    program("chromium", "chromium", "google-chrome")  # which the soak finds by itself
+    chromium()  # which the soak finds by itself
     with Cluster(engines=[ENGINE] * 2) as cluster:
         found = await run_soak(cluster, minutes=0.05)
     assert found["rounds"] >= 2
