@@ -2,10 +2,12 @@
 
     python -m benchmark.serve.instant_server PORT
 
-It reports itself as vLLM. A request gets `max_tokens` words, one per event, `TOKEN_S` apart."""
+It reports itself as vLLM. A request gets `max_tokens` words, one per event, `TOKEN_S` apart. Other
+requests get other words, so that no result cache answers the calls that depend on them."""
 
 import argparse
 import asyncio
+import zlib
 from typing import Any
 
 import orjson
@@ -25,19 +27,20 @@ def _event(payload: dict[str, Any]) -> bytes:
 
 
 async def _answer(request: web.Request) -> web.StreamResponse:
-    body = orjson.loads(await request.read())
+    raw = await request.read()
+    body, word = orjson.loads(raw), f" word{zlib.crc32(raw)}"
     is_chat = request.path.endswith("/chat/completions")
     count = body["max_tokens"]
     common = {"id": "x", "object": "chunk", "created": 1, "model": MODEL}
     usage = {"prompt_tokens": 1000, "completion_tokens": count, "total_tokens": 1000 + count}
     if not body.get("stream"):
-        text = " word" * count
+        text = word * count
         told = {"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}
         choice = {"index": 0, **told, "finish_reason": "length"}
         return web.json_response({**common, "choices": [choice], "usage": usage})
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
-    told = {"delta": {"content": " word"}} if is_chat else {"text": " word"}
+    told = {"delta": {"content": word}} if is_chat else {"text": word}
     choice = {"index": 0, **told, "finish_reason": None}
     event = _event({**common, "choices": [choice]})
     last = _event({**common, "choices": [choice | {"finish_reason": "length"}]})

@@ -6,6 +6,8 @@ import json
 import pytest
 
 from benchmark.results import run
+from benchmark.serve.bench_in_front import server
+from parrot.cluster import Cluster
 from tests.support.postgres import Server
 
 TINY = {
@@ -61,6 +63,18 @@ def test_a_tiny_run_gives_a_report(module, command, tmp_path):
     report = json.loads(path.read_text())
     assert report["provenance"]["command"].startswith(f"python -m {name} {command}")
     assert len(report) > 1
+
+
+def test_programs_in_front_of_a_server_are_measured(tmp_path):
+    with server("instant_server") as direct:
+        core = {"host": "127.0.0.1", "servers": [{"url": f"{direct}/v1"}]}
+        with Cluster(core, []) as cluster:
+            urls = f"--parrot {cluster.core_url} --server {direct}/v1"
+            command = f"{urls} --only map_reduce --num-requests 2 --repeat 1"
+            test_a_tiny_run_gives_a_report("in_front_programs", command, tmp_path)
+    rows = json.loads((tmp_path / "result.json").read_text())["cases"]
+    assert [row["client"] for row in rows] == ["pfunc", "pfunc_batch", "graph", "plain", "openai"]
+    assert {(row["completed"], row["failed"], row["reused"]) for row in rows} == {(2, 0, 0)}
 
 
 def test_a_takeover_is_measured(postgres: Server, tmp_path):

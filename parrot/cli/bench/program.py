@@ -69,12 +69,14 @@ class ProgramCall:
 
 @dataclass(frozen=True, slots=True)
 class CallUsage:
-    """Tokens of a completed call by the server's count; None: the server does not report it."""
+    """Tokens of a completed call by the server's count; None: the server does not report it.
+    `is_reused`: ServeCore took the result of an identical call."""
 
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None = None
     engine: str | None = None
+    is_reused: bool = False
 
 
 @dataclass(slots=True)

@@ -154,12 +154,18 @@ async def close_session(session: BenchSession) -> list[CallUsage]:
         await session.end()
     except SessionGone:
         return []
+    return usages_of(info)
+
+
+def usages_of(info: SessionInfo) -> list[CallUsage]:
+    """The usage of the completed calls."""
     return [
         CallUsage(
             call.cached_tokens + call.computed_tokens,
             call.output_tokens,
             call.cached_tokens,
             call.engine,
+            call.reused,
         )
         for call in info.calls
         if call.state == "done"
