@@ -1,5 +1,7 @@
 """Matrices of codes on a GPU."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
@@ -7,7 +9,10 @@ from parrot.engine.kernels.linear.words_layout import Words, block_of, has_words
 from parrot.engine.models.codes import CodedMatrix
 
 _MOST_ZERO = 16
-_ROUNDING = 2**-11  # Of the largest number that a row can hold: the error of rounded factors.
+_ROUNDING = 2**-11  # Of the largest number that a group can hold: the error of rounded factors.
+# Factors of GGUF files are float16 times a whole number: 2^-24 or more. Times 2^10 they are normal
+# numbers of float16.
+_SHIFT = 10
 
 
 class WordsLinear:
@@ -31,15 +36,15 @@ def words_of(matrix: CodedMatrix) -> Words | None:
     """The matrix in the layout of the kernels; None if the layout cannot hold it.
 
     The numbers are the same if 16 bits hold their factors. Otherwise the factors are rounded to
-    float16. A number then differs by at most 2^-11 of the largest number that its row can hold."""
+    float16. A number then differs by at most 2^-11 of the largest number that its group can hold.
+    """
     bits, group = matrix.bits, matrix.group
     found = _factors(matrix) if has_words(bits, group) else None
     if found is None:
         return None
-    factors, has_half_scales, has_least = found
     size, block = matrix.codes.shape[1], block_of(bits, group)
     num_blocks = -(-size // block)
-    factors = factors.repeat_interleave(max(1, group // block), 1)
+    factors = found.factors.repeat_interleave(max(1, group // block), 1)
     num_groups = num_blocks * (block // min(group, block))
     factors = F.pad(factors, (0, num_groups - factors.shape[1]))
     codes = F.pad(matrix.codes, (0, num_blocks * block - size))
@@ -48,7 +53,8 @@ def words_of(matrix: CodedMatrix) -> Words | None:
     for index in range(parts.shape[2]):
         words |= (parts[:, :, index] & (1 << bits) - 1) << (bits * index)
     words = words.transpose(0, 1).contiguous()
-    return Words(words, factors.t().contiguous(), size, bits, has_half_scales, has_least)
+    factors = factors.t().contiguous()
+    return Words(words, factors, size, bits, found.are_half, found.have_least, found.shift)
 
 
 def matrix_of(words: Words) -> CodedMatrix:
@@ -59,32 +65,47 @@ def matrix_of(words: Words) -> CodedMatrix:
     codes = (high & 15).to(torch.uint8) if bits == 4 else high.to(torch.int8)
     factors = words.factors.t()[:, : words.inputs // words.group].contiguous()
     kind = torch.float16 if words.has_half_scales else torch.bfloat16
-    scales = (factors & 0xFFFF).to(torch.int16).view(kind).float()
+    unit = 2.0**-words.shift
+    scales = (factors & 0xFFFF).to(torch.int16).view(kind).float() * unit
     if words.has_least:
-        least = (factors >> 16).to(torch.int16).view(kind).float()
+        least = (factors >> 16).to(torch.int16).view(kind).float() * unit
         return CodedMatrix(codes.contiguous(), scales, least)
     zeros = -128 - (factors & -65536).view(torch.float32) if bits == 4 else torch.zeros_like(scales)
     return CodedMatrix.with_zeros(codes.contiguous(), scales, zeros)
 
 
-def _factors(matrix: CodedMatrix) -> tuple[torch.Tensor, bool, bool] | None:
-    """Factors int32 [outputs, groups], whether they are float16, and `Words.has_least`."""
-    scales, least = matrix.scales, matrix.least
+class _Factors(NamedTuple):
+    """Factors int32 [outputs, groups]. The other fields are those of `Words`."""
+
+    factors: torch.Tensor
+    are_half: bool
+    have_least: bool
+    shift: int
+
+
+def _factors(matrix: CodedMatrix) -> _Factors | None:
     upper = _zeros(matrix)
-    has_least = upper is None
-    parts = [scales, least] if upper is None else [scales]
+    parts = [matrix.scales, matrix.least] if upper is None else [matrix.scales]
     kinds = (torch.float16, torch.bfloat16)
-    kind = next((x for x in kinds if all(_is_exact(part, x) for part in parts)), torch.float16)
-    largest = 15 if matrix.bits == 4 else 128
-    error = (scales.to(kind).float() - scales).abs() * largest
-    if upper is None:
-        upper = least.to(kind).view(torch.int16).to(torch.int32) << 16
-        error += (least.to(kind).float() - least).abs()
-    most = (scales.abs() * largest + least.abs()).amax(1, keepdim=True)
-    if not bool((error <= _ROUNDING * most).all()):
+    exact = next((x for x in kinds if all(_is_exact(part, x) for part in parts)), None)
+    kind, shift = (torch.float16, _SHIFT) if exact is None else (exact, 0)
+    scales, *least = [(part * 2**shift).to(kind) for part in parts]
+    if exact is None and not _is_close(matrix, scales, *least):
         return None
-    low = scales.to(kind).view(torch.int16).to(torch.int32) & 0xFFFF
-    return upper | low, kind is torch.float16, has_least
+    if upper is None:
+        upper = least[0].view(torch.int16).to(torch.int32) << 16
+    low = scales.view(torch.int16).to(torch.int32) & 0xFFFF
+    return _Factors(upper | low, kind is torch.float16, bool(least), shift)
+
+
+def _is_close(matrix: CodedMatrix, scales: torch.Tensor, least: torch.Tensor | None = None) -> bool:
+    """Whether numbers with shifted and rounded factors are within the bound of `words_of`."""
+    largest, unit = 15 if matrix.bits == 4 else 128, 2.0**-_SHIFT
+    error = (scales.float() * unit - matrix.scales).abs() * largest
+    if least is not None:
+        error += (least.float() * unit - matrix.least).abs()
+    most = matrix.scales.abs() * largest + matrix.least.abs()
+    return bool((error <= _ROUNDING * most).all())
 
 
 def _zeros(matrix: CodedMatrix) -> torch.Tensor | None:

@@ -328,7 +328,9 @@ def with_codes(
 def codes_of(bits: int, group: int, *, least: bool) -> dict[str, Any]:
     """The arguments of kernels for codes, with 4096 inputs."""
     blocks = 4096 // (16 // bits * min(32, group))
-    return {"BITS": bits, "GROUP": group, "LEAST": least, "BLOCKS": blocks, "HALF": True}
+    shift = 10 if least or group == 16 else 0
+    found = {"BITS": bits, "GROUP": group, "LEAST": least, "SHIFT": shift}
+    return {**found, "BLOCKS": blocks, "HALF": True}
 
 
 def words_variant(

@@ -98,17 +98,27 @@ def test_the_layout_keeps_other_codes(bits: int, group: int, has_least: bool, in
     assert words.num_bytes == 70 * padded * code_bytes(CodeFormat(bits, group))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_factors_that_need_more_than_16_bits_are_rounded(bits: int) -> None:
-    whole = other_matrix(bits, 40, 64, torch.Generator().manual_seed(bits))
-    whole = CodedMatrix(whole.codes, whole.scales * 1.0003, whole.least * 1.0003)
+@pytest.mark.parametrize("has_least", [False, True])
+@pytest.mark.parametrize(("bits", "unit"), [(4, 1.0003), (8, 1.0003), (8, 1.0003 * 2**-10)])
+def test_factors_that_need_more_than_16_bits_are_rounded(
+    bits: int, unit: float, has_least: bool
+) -> None:
+    """Also small ones, which float16 would have as subnormal numbers."""
+    generator = torch.Generator().manual_seed(bits)
+    whole = other_matrix(bits, 40, 64, generator, has_least=has_least)
+    whole = CodedMatrix(whole.codes, whole.scales * unit, whole.least * unit)
     words = words_of(whole)
     assert words is not None
+    assert words.shift == 10
     numbers = whole.numbers()
-    largest = whole.scales.abs() * (15 if bits == 4 else 128) + whole.least.abs()
+    most = whole.scales.abs() * (15 if bits == 4 else 128) + whole.least.abs()
     error = (words_numbers(words, torch.float32) - numbers).abs()
     assert float(error.max()) > 0
-    assert bool((error <= 2**-11 * largest.amax(1, keepdim=True)).all())
+    assert bool((error <= 2**-11 * most.repeat_interleave(32, 1)).all())
+    assert torch.equal(matrix_of(words).numbers(), words_numbers(words, torch.float32))
+    x = torch.randn(3, 64, generator=generator)
+    out = words_linear(x, words, torch.full((3, 40), float("nan")))
+    assert relative_error(out, x.double() @ matrix_of(words).numbers().double().T) < 1e-5
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -128,7 +138,7 @@ def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype
 
 def test_what_the_layout_cannot_keep() -> None:
     whole = matrix(8, 128, torch.Generator().manual_seed(0))
-    for factor in (1e-9, 1e9, float("nan")):
+    for factor in (1e-12, 1e9, float("nan")):
         scales, least = whole.scales * factor, whole.least * factor
         assert words_of(CodedMatrix(whole.codes, scales, least)) is None, factor
     assert words_of(matrix(8, 48, torch.Generator().manual_seed(0), group=24)) is None

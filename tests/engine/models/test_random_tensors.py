@@ -13,6 +13,7 @@ from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import is_matrix
+from tests.support.gguf_models import Kind, write_gguf
 from tests.support.tiny_model import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -53,7 +54,8 @@ from parrot.engine.models import fused, fused_sums, weights
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.layers import PlainLinear
 import torch
-load_decoder(open_checkpoint(sys.argv[1]), torch.float32, torch.device("cpu"))
+for model in sys.argv[1:]:
+    load_decoder(open_checkpoint(model), torch.float32, torch.device("cpu"))
 weights.weight_of(PlainLinear(torch.zeros(8, 8), None))
 print(*sys.modules)
 """
@@ -61,7 +63,8 @@ print(*sys.modules)
 
 def test_a_model_in_plain_numbers_imports_no_products_of_other_formats(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
-    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    write_gguf(tmp_path / "model.gguf", kind=Kind.Q8_0)
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(tmp_path / "model.gguf")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     ends = ("words", "words_kernels", "words_tiles", "words_weights", "fp8_weights")

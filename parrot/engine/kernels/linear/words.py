@@ -100,6 +100,7 @@ def words_qkv(
         BLOCKS=weight.num_blocks,
         HALF=weight.has_half_scales,
         LEAST=weight.has_least,
+        SHIFT=weight.shift,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         ASSEMBLY=_has_assembly(rows),
@@ -123,6 +124,7 @@ def words_numbers(weight: Words, dtype: torch.dtype) -> torch.Tensor:
         BN=_NUMBERS_OUTPUTS,
         HALF=weight.has_half_scales,
         LEAST=weight.has_least,
+        SHIFT=weight.shift,
         num_warps=4,
     )
     return out
@@ -171,6 +173,7 @@ def _launch(
         BLOCKS=weight.num_blocks // splits,
         HALF=weight.has_half_scales,
         LEAST=weight.has_least,
+        SHIFT=weight.shift,
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         SILU=silu,

@@ -8,6 +8,7 @@ Groups of 16 inputs have blocks of 16 words. One load of 4 bytes is fetched ahea
 A factor has a scale in its lower half, as float16 or bfloat16. A number is (code - zero) * scale.
 The upper half of codes of 4 bits has -128 - zero in bfloat16. Codes of 8 bits have no zero. With
 LEAST a number is code * scale + least, and the upper half has `least` in the type of the scale.
+Factors may be 2^SHIFT times those of the matrix, so that float16 holds small ones.
 
 Copies to shared memory are the limit of products of few rows. A copy of 64 bytes takes as long as
 one of 128. So the words of neighbouring outputs are neighbours, and x is read in whole groups.
@@ -324,6 +325,7 @@ def words_linear_kernel(
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     LEAST: tl.constexpr,
+    SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     SILU: tl.constexpr,
@@ -368,6 +370,8 @@ def words_linear_kernel(
             2 * N if SILU else N, K, BLOCKS, BITS, GROUP, BM, BN, STAGES,
             N % OUTPUTS == 0, HALF, LEAST, ASSEMBLY,
         )  # fmt: skip
+    if SHIFT > 0:
+        result *= 1.0 / (1 << SHIFT)
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
     if BIAS:
@@ -419,6 +423,7 @@ def words_qkv_kernel(
     BLOCKS: tl.constexpr,
     HALF: tl.constexpr,
     LEAST: tl.constexpr,
+    SHIFT: tl.constexpr,
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -453,6 +458,8 @@ def words_qkv_kernel(
             (H + 2 * HKV) * D, K, BLOCKS, BITS, GROUP, BM, BN, STAGES, True, HALF, LEAST,
             ASSEMBLY,
         )  # fmt: skip
+    if SHIFT > 0:
+        result *= 1.0 / (1 << SHIFT)
     if PARTS > 0:
         result *= tl.rsqrt(tl.sum(squares, 1) / K + eps)[None, :]
     if BIAS:
@@ -475,6 +482,7 @@ def words_numbers_kernel(
     BN: tl.constexpr,
     HALF: tl.constexpr,
     LEAST: tl.constexpr,
+    SHIFT: tl.constexpr,
 ):
     """Program (block, BN outputs): the numbers, rounded to the type of out [N, K]."""
     block = tl.program_id(0)
@@ -492,6 +500,8 @@ def words_numbers_kernel(
         numbers *= _scale_of(factor, HALF)[:, None]
         if LEAST:
             numbers += _least_of(factor, HALF)[:, None]
+        if SHIFT > 0:
+            numbers *= 1.0 / (1 << SHIFT)
         column = block * BLOCK + part * WIDTH + word
         out_at = out_ptr + row.to(tl.int64)[:, None] * K + column[None, :]
         is_input = inside[:, None] & (column < K)[None, :]

@@ -36,6 +36,7 @@ class Words:
     bits: int  # Of a code: 4 or 8.
     has_half_scales: bool  # The scales are float16, otherwise bfloat16.
     has_least: bool  # The numbers of code 0 are factors, and not whole zeros.
+    shift: int = 0  # The factors are 2^shift times those of the matrix.
 
     @property
     def outputs(self) -> int:
