@@ -93,6 +93,8 @@ def _blocks(
     data: memoryview, shape: tuple[int, ...], block_bytes: int, block: int = BLOCK
 ) -> torch.Tensor:
     """Bytes [blocks, block_bytes]."""
+    if shape[-1] % block:
+        raise ValueError(f"rows of {shape[-1]} numbers are not whole blocks of {block}")
     num_blocks = math.prod(shape) // block
     return _bytes(data, num_blocks * block_bytes).view(num_blocks, block_bytes)
 

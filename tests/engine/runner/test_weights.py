@@ -11,11 +11,14 @@ import pytest
 import torch
 
 from parrot.engine.config import BuiltinConfig
-from parrot.engine.models.checkpoint import Checkpoint, open_checkpoint
-from parrot.engine.models.codes import CodeFormat
+from parrot.engine.models import decoder, gguf_file
+from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
+from parrot.engine.models.ggml_blocks import GPU_FORMATS
 from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.tensors import is_matrix
+from parrot.engine.models.tensors import is_matrix, num_matrix_weights
+from parrot.engine.models.words_linear import WordsLinear, words_of
 from parrot.engine.runner import weights as module
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.weights import bytes_of_matrices, choose_weights
@@ -182,15 +185,32 @@ def test_bytes_of_a_number_in_a_gguf_file() -> None:
     assert split == pytest.approx(0.625 + 1.375 * 14336 * 4096 / matrices)
 
 
-def test_the_types_of_a_gguf_file_are_counted(tmp_path: Path) -> None:
+def test_the_types_of_a_gguf_file_are_counted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the bytes that a loaded decoder has."""
     write_gguf(tmp_path / "model.gguf", kind=Kind.Q4_0)
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
     assert mean_bytes(checkpoint) == 0.5 + 4 / 32
     assert open_checkpoint(checkpoint.source, dummy=True).gpu_formats == {}
     kinds = {"attn_v": Kind.Q6_K, "attn_o": Kind.Q8_0, "ffn_down": Kind.Q8_0, "blk": Kind.Q4_K}
-    write_gguf(tmp_path / "types.gguf", kind=kinds, sizes={"hidden_size": 256})
-    rows = {1.25: 64 + 32 + 32, 1.125: 64 + 96, 0.625: 2 * 96}  # Of 256 numbers each.
+    sizes = {"hidden_size": 256, "intermediate_size": 128}
+    write_gguf(tmp_path / "types.gguf", kind=kinds, sizes=sizes)
+    rows = {1.25: 64 + 32 + 32, 1.125: 64 + 128, 0.625: 2 * 128}  # Of 256 numbers each.
     expected = sum(size * count for size, count in rows.items()) / sum(rows.values())
-    assert mean_bytes(open_checkpoint(str(tmp_path / "types.gguf"))) == pytest.approx(expected)
+    checkpoint = open_checkpoint(str(tmp_path / "types.gguf"))
+    assert mean_bytes(checkpoint) == pytest.approx(expected)
+
+    def words_linear(parts: list[CodedMatrix], bias: None) -> WordsLinear:
+        words = words_of(CodedMatrix.joined(parts))
+        assert words is not None
+        return WordsLinear(words, bias)
+
+    monkeypatch.setattr(decoder, "packed_linear", words_linear)
+    monkeypatch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
+    model = load_decoder(checkpoint, BF16, CPU, weights=Weights.KEPT)
+    linears = [x for layer in model.layers for x in layer.linears if isinstance(x, WordsLinear)]
+    num_bytes = sum(linear.matrix.num_bytes for linear in linears)
+    assert num_bytes == pytest.approx(expected * num_matrix_weights(checkpoint.spec))
     write_gguf(tmp_path / "other.gguf", kind=Kind.F16)
     assert mean_bytes(open_checkpoint(str(tmp_path / "other.gguf"))) is None
