@@ -45,19 +45,17 @@ class HttpClient:
         base_url: str,
         *,
         bearer_token: str | None = None,
-        max_connections: int = 0,
         headers: Mapping[str, str] | None = None,
         read_error: ErrorReader = own_error,
         tls: "ssl.SSLContext | None" = None,
     ) -> None:
-        """`max_connections` 0: no limit. `headers` are sent with every request. `read_error`
-        translates the errors of servers other than Parrot's. `tls`: for `https://`. None: the
-        certificates of the system are trusted."""
+        """`headers` are sent with every request. `read_error` translates the errors of servers
+        other than Parrot's. `tls`: for `https://`. None: the certificates of the system are
+        trusted."""
         self.base_url = base_url.rstrip("/")
         self._headers = dict(headers or {})
         if bearer_token:
             self._headers["Authorization"] = f"Bearer {bearer_token}"
-        self._max_connections = max_connections
         self._read_error = read_error
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
@@ -151,7 +149,7 @@ class HttpClient:
 
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
-                    limit=self._max_connections,
+                    limit=0,  # No limit.
                     socket_factory=keepalive_socket,
                     ssl=True if self._tls is None else self._tls,
                 ),

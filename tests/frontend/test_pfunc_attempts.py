@@ -276,7 +276,7 @@ def test_many_wait_for_none_but_those_they_need(
 ) -> None:
     """With few connections, reads of the program and dependent attempts do not block the attempts
     that they wait for."""
-    monkeypatch.setattr(session, "_NUM_READ_CONNECTIONS", 4)
+    monkeypatch.setattr(session, "_NUM_READS", 4)
     monkeypatch.setattr(session, "_NUM_TRIALS", 4)
     seen: set[str] = set()
 

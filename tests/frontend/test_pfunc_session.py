@@ -66,6 +66,14 @@ def fast_retries() -> object:
         yield
 
 
+def test_the_first_read_opens_no_connection(vm: P.VirtualMachine, serve: FakeServe) -> None:
+    with vm.running_scope():
+        for question in ("one", "two"):
+            ask(question).get()
+    assert serve.num_requests["get"] == 2
+    assert len(serve.clients) == 1
+
+
 def test_a_program(vm: P.VirtualMachine, serve: FakeServe) -> None:
     seen: list[str] = []
 

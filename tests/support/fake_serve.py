@@ -98,6 +98,7 @@ class FakeServe:
         self.ended: list[int] = []
         self.reads: list[ReadLimits] = []
         self.num_requests: dict[str, int] = {}
+        self.clients: set[tuple[str, int]] = set()  # addresses of connections
         self.errors: dict[str, list[ParrotError]] = {}
         self.reading = threading.Event()  # a read has begun
         self.withdrawn = threading.Event()  # a read has ended without a value
@@ -126,6 +127,7 @@ class FakeServe:
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             errors = []
             if scope["type"] == "http":
+                self.clients.add(scope["client"])
                 request = f"{scope['method']} {scope['path']}"
                 for name, route in _ROUTES.items():
                     if re.fullmatch(route, request):

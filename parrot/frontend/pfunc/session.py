@@ -22,6 +22,7 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.failover_client import LivenessProbe, client_of
+from parrot.protocol.limited import LimitedTransport
 from parrot.protocol.public import (
     CallResponse,
     GraphRequest,
@@ -45,8 +46,8 @@ logger = logging.getLogger("parrot.frontend.pfunc")
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
 
-_NUM_CALL_CONNECTIONS = 32  # Connections for requests other than reads.
-_NUM_READ_CONNECTIONS = 512  # Connections for reads. Each pending read needs one.
+_NUM_CALLS = 32  # Concurrent requests other than reads. Each needs one connection.
+_NUM_READS = 512  # Concurrent reads. Each needs one connection.
 _NUM_TRIALS = 256  # Trials that run concurrently. Each needs one connection.
 _NUM_ATTEMPTS = 3  # Attempts of a request whose connection breaks.
 _FULL_TIMEOUT_S = 60.0  # Seconds for which a request is retried while ServeCore's queue is full.
@@ -79,10 +80,11 @@ class Session:
         self.loop = BackgroundLoop()
         self.contexts: dict[Hashable, int] = {}
         """Kept contexts: the request_id whose context the next call of a function continues."""
-        urls = core_http_addr.split(",")
-        self._calls = ServeClient(client_of(urls, max_connections=_NUM_CALL_CONNECTIONS))
-        self._reads = ServeClient(client_of(urls, max_connections=_NUM_READ_CONNECTIONS))
-        self._watches = ServeClient(client_of(urls, max_connections=_NUM_TRIALS))
+        # The first read uses the connection of the calls before it, which saves a round trip.
+        server = client_of(core_http_addr.split(","))
+        self._calls = ServeClient(LimitedTransport(server, _NUM_CALLS))
+        self._reads = ServeClient(LimitedTransport(server, _NUM_READS))
+        self._watches = ServeClient(server)  # `trial_slots` limits them.
         # Trials get slots in the order of submission, and a trial depends only on earlier ones. So
         # a waiting trial never blocks a running one.
         self.trial_slots = asyncio.Semaphore(_NUM_TRIALS)
@@ -262,8 +264,6 @@ class Session:
         except (ParrotError, TimeoutError) as error:
             logger.warning("session %d was not ended at the server: %s", self.session_id, error)
         await self._calls.close()
-        await self._reads.close()
-        await self._watches.close()
 
 
 def pause_s(error: Exception, left_s: float) -> bool | float:
