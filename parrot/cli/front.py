@@ -11,6 +11,7 @@ from parrot.cluster.ports import ask
 from parrot.engine.openai.probe import list_models
 from parrot.engine.openai.upstream import NotServed, Upstream, server_client
 from parrot.protocol.errors import EngineFailed, ParrotError, Unavailable
+from parrot.protocol.transport import Unreachable
 from parrot.serve.config import UpstreamServer
 from parrot.upstreams.servers import engine_config
 from parrot.utils.addresses import is_url
@@ -43,8 +44,10 @@ def _api_url(url: str, instance: dict[str, Any]) -> str:
         if base.endswith("/v1"):
             raise ConfigError(f"{url}: {error.message}") from None
         return _api_url(base + "/v1", instance)
-    except Unavailable as error:
+    except Unreachable as error:
         raise ConfigError(f"{error.message}. Is the server running?") from None
+    except Unavailable as error:
+        raise ConfigError(error.message) from None
     except EngineFailed as error:
         hint = ""
         if "API key" in error.message:

@@ -174,7 +174,7 @@ class HttpClient:
 
     async def _decode(self, response: "aiohttp.ClientResponse") -> Any:
         if 300 <= response.status < 400:
-            raise Unavailable(f"{self.base_url} answered with a redirect")
+            raise Unavailable(f"{self.base_url} redirects to {response.headers.get('Location')}")
         raw = await self._read(response)
         return decode_answer(
             raw, response.status, response.headers, self.base_url, self._read_error

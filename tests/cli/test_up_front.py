@@ -42,6 +42,7 @@ def test_files_are_named_by_absolute_paths(tmp_path: Path, monkeypatch: pytest.M
         (FakeOpenAI(models_status=401), "Set OPENAI_API_KEY, or name a file with --api-key-file"),
         (FakeOpenAI(models_status=404), "HTTP 404"),
         (FakeOpenAI(models_status=500), "HTTP 500"),
+        (FakeOpenAI(models_status=307), "redirects to"),
     ],
 )
 def test_a_server_that_cannot_be_used(fake: FakeOpenAI, message: str) -> None:

@@ -264,7 +264,8 @@ class _Connection(asyncio.Protocol):
     def _error_of(self, reply: Reply) -> Exception | None:
         """The error of a complete answer."""
         if 300 <= reply.status < 400:
-            return Unavailable(f"{self._pool.base_url} answered with a redirect")
+            location = reply.headers.get("location")
+            return Unavailable(f"{self._pool.base_url} redirects to {location}")
         if reply.status < 400:
             return None
         try:

@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from parrot.engine.openai.connections import OnEvent, ServerConnections
+from parrot.engine.openai.connections import OnEvent, ServerConnections, _Connection
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,
@@ -21,6 +23,7 @@ JSON_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\n" + b'{"a":1}'
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENTS = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 LAST = b"0\r\n\r\n"
+REDIRECT = b"HTTP/1.1 302 Found\r\nLocation: https://other/\r\nContent-Length: 0\r\n\r\n"
 
 
 def piece(data: bytes) -> bytes:
@@ -135,7 +138,7 @@ async def test_events_arrive_in_any_parts_and_the_connection_is_used_again() -> 
         ([b""], Unavailable),
         ([JSON_ANSWER[:-1], b""], Unavailable),
         ([b"no HTTP\r\n\r\n"], Unavailable),
-        ([b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n"], Unavailable),
+        ([REDIRECT], Unavailable),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno"], InternalError),
         ([b"HTTP/1.1 503 x\r\nRetry-After: 7\r\nContent-Length: 2\r\n\r\n{}"], EngineFailed),
     ],
@@ -158,6 +161,7 @@ async def test_failed_answers(
         with pytest.raises(error) as raised:
             await asked
     assert error is not EngineFailed or "503 {} 7" in raised.value.message
+    assert script != [REDIRECT] or "redirects to https://other/" in raised.value.message
 
 
 async def test_a_head_has_a_limit() -> None:
@@ -245,6 +249,76 @@ async def test_wrong_answers_fail_at_once(answer: bytes, error: type[Exception])
             async with asyncio.timeout(4):
                 await connections.post("/x", {})
         assert await connections.post("/x", {}) == {"a": 1}
+
+
+class Idle(asyncio.Transport):
+    """Takes all data, and is closed by `abort`."""
+
+    is_closed = False
+
+    def write(self, data: Any) -> None: ...
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+
+ANSWERS = [
+    JSON_ANSWER,
+    EVENTS + piece(b"data: 1\n\n") + piece(b"data: [DONE]\n\n") + LAST,
+    b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + piece(b'{"a":1}') + b"0\r\nTrailer: x\r\n\r\n",
+    b"HTTP/1.1 429 x\r\nRetry-After: 7\r\nConnection: close\r\nContent-Length: 2\r\n\r\n{}",
+]
+INSERTED = [
+    b"",
+    b"\r\n",
+    b"\0",
+    b"7",
+    b"Content-Length: 3\r\n",
+    b"Transfer-Encoding: chunked\r\n",
+    LAST,
+]
+
+
+@given(
+    st.lists(st.sampled_from(ANSWERS), min_size=1, max_size=2).map(b"".join),
+    st.lists(
+        st.tuples(st.integers(0, 300), st.integers(0, 9), st.sampled_from(INSERTED)), max_size=3
+    ),
+    st.integers(1, 300),
+    st.booleans(),
+)
+def test_any_bytes_end_a_request_and_spare_the_next_one(
+    data: bytes, changes: list[tuple[int, int, bytes]], size: int, is_stream: bool
+) -> None:
+    """A change replaces some bytes. The data arrives in parts of `size` bytes, and then the server
+    closes the connection."""
+    for place, length, inserted in changes:
+        data = data[:place] + inserted + data[place + length :]
+
+    async def run() -> None:
+        pool, transport = client(1), Idle()
+        connection = _Connection(pool)
+        connection.connection_made(transport)
+        reply = connection.send(b"", b"", collecting([]) if is_stream else None)
+        for begin in range(0, len(data), size):
+            if not transport.is_closed:
+                connection.data_received(data[begin : begin + size])
+        if pool._take_idle() is connection:
+            following = connection.send(b"", b"", None)
+            connection.data_received(JSON_ANSWER)
+            assert (following.body, following.error) == ([b'{"a":1}'], None)
+        connection.connection_lost(None)
+        assert reply.over.done()
+        assert reply.begun.done()
+        assert reply.error is None or isinstance(reply.error, ParrotError)
+
+    asyncio.run(run())
 
 
 async def test_an_answer_without_a_request_is_not_given_to_the_next_one() -> None:
