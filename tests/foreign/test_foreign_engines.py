@@ -14,7 +14,7 @@ import pytest
 
 from parrot.cluster import Cluster
 from parrot.protocol.http import HttpClient
-from tests.foreign.servers import MODEL, ForeignServer, Vllm
+from tests.foreign.servers import MODEL, ForeignServer, LlamaCppPython, Vllm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -73,7 +73,9 @@ async def own_text(server: ForeignServer, body: Any) -> str:
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_example_programs_run_to_their_end(program: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_example_programs_run_to_their_end(
+    program: str, cluster: Cluster, server: ForeignServer, tmp_path: Path
+) -> None:
     document = tmp_path / "document.txt"
     document.write_text(PARAGRAPHS)
     shorter = {
@@ -85,6 +87,9 @@ def test_example_programs_run_to_their_end(program: str, cluster: Cluster, tmp_p
     ran = subprocess.run(
         [*command, *shorter.get(program, [])], capture_output=True, text=True, timeout=500
     )
+    if program == "agent_with_tools.py" and isinstance(server, LlamaCppPython):
+        assert "UnsupportedField: no engine supports `grammar`" in ran.stderr
+        return
     assert ran.returncode == 0, ran.stderr
     assert "---" in ran.stdout
     assert "Traceback" not in ran.stderr
@@ -196,7 +201,8 @@ async def test_a_common_beginning_is_reported_as_cached(
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            lambda text: set(json.loads(text)) == {"city", "large"},
+            # llama-cpp-python's grammar allows line ends in strings.
+            lambda text: set(json.loads(text, strict=False)) == {"city", "large"},
         ),
         ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
         ({"guided_regex": "[0-9]{3}"}, lambda text: len(text) == 3 and text.isdigit()),
