@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and hooks of all tests."""
 
 import gc
 import os
@@ -14,12 +14,12 @@ import pytest_rerunfailures
 from tests.support.postgres import Server, running_server
 from tests.support.warm_servers import WarmServers
 
-# How long an example takes says more about the machine than about the code.
+# The time of an example depends on the machine more than on the code.
 hypothesis.settings.register_profile("parrot", deadline=None)
 hypothesis.settings.load_profile("parrot")
 
 _NO_DEVICE = "needs a CUDA device"
-# What a machine that checks every change may lack, by the words of the reason.
+# Reasons for skips that are accepted with `--refuse-skips`.
 _EXCUSES = (
     _NO_DEVICE,
     "tests/gpu runs these",  # a machine with a device runs them there
@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Servers that tests start keep their state here, not where this user's servers do."""
+    """A state folder for servers of tests, so that they do not use the one of this user."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
@@ -71,15 +71,15 @@ def warm_servers() -> Iterator[WarmServers]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Server]:
-    """A server of this run's own; skips where PostgreSQL is not installed."""
+    """A PostgreSQL server of this run. Skips the test if PostgreSQL is not installed."""
     with running_server() as server:
         yield server
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Python looks for garbage at each share of new objects. All that is imported here is kept, so
-    that it looks in vain, for two fifths of this time. What is kept is not looked at again."""
+    """Collect the tests without garbage collections, which would take two fifths of the time and
+    find nothing. Later collections skip all objects that exist now."""
     gc.disable()
     try:
         return (yield)

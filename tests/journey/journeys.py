@@ -1,10 +1,10 @@
-"""What runs between a request and its answer: counted by a profiler, over the real apps.
+"""Journeys: the functions that run between a request and its answer. A profiler counts them.
 
-ServeCore's journeys run on virtual time over simulated engines, with everything off that can be
-off; the builtin engine's on the embedded model, in real time. A journey is measured the second
-time, when what is made once has been made.
+The journeys of ServeCore run on virtual time with simulated engines, and all optional features are
+off. The journey of the builtin engine runs the embedded model in real time. The second request of
+each kind is measured, because the first creates objects that later ones share.
 
-    python -m tests.journey [NAME...]      lists what each passes, module by module
+    python -m tests.journey [NAME...]      lists the functions of each journey by module
 """
 
 import asyncio
@@ -44,18 +44,18 @@ from parrot.utils.clock import MonotonicClock
 from tests.support.plain_sampling import PLAIN_SAMPLING
 
 _PACKAGE = str(Path(parrot.__file__).parent) + "/"
-_SETTLED_S = 5.0  # of virtual time, in which all that follows a request has happened
+_SETTLED_S = 5.0  # Virtual seconds after which all work that follows a request has ended.
 _NUM_TOKENS = 20
 
-# The measuring set-up, and small containers and clocks: a reader of a journey need not know them.
+# The simulation, small containers and clocks: a reader of a journey need not know them.
 _NOT_COUNTED = ("simulation/", "engine/sim", "utils/")
 
 
 @dataclass(slots=True)
 class Passed:
     """The calls of one journey to Python functions of the package, by file and by function, in the
-    order of the first call, and the classes of the objects whose methods were called. Files of
-    `_NOT_COUNTED` are left out, and so are their classes; `files` are all that were passed."""
+    order of the first call, and the classes of the objects whose methods were called. `files` are
+    all files. The other fields leave out the files and the classes of `_NOT_COUNTED`."""
 
     files: set[str] = field(default_factory=set)
     modules: Counter[str] = field(default_factory=Counter)
@@ -63,7 +63,7 @@ class Passed:
     classes: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
 
     def count(self, frame: types.FrameType) -> None:
-        """Count the function whose frame it is."""
+        """Count a call of the frame's function."""
         file = frame.f_code.co_filename
         if not file.startswith(_PACKAGE):
             return
@@ -80,7 +80,7 @@ class Passed:
 
     @property
     def stateful(self) -> list[tuple[str, str]]:
-        """(module, class) of what was passed and can change."""
+        """(module, class) of the objects that can change."""
         return [name for name in self.classes if is_stateful(*name)]
 
     @property
@@ -89,8 +89,8 @@ class Passed:
 
 
 class Profiler:
-    """Tells the journey that is under way, if any, what its thread calls, and those threads that
-    are started after `install`."""
+    """Reports calls to the journey that is being measured, if any: those of the thread that called
+    `install`, and of threads that were started later."""
 
     def __init__(self) -> None:
         self.passed: dict[str, Passed] = {}
@@ -105,7 +105,7 @@ class Profiler:
         sys.setprofile(self)
 
     def unheard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of no journey, which takes twice as long while it is listened to."""
+        """The function without profiling, which doubles its time. It is not part of a journey."""
 
         def called(*args: Any) -> Any:
             sys.setprofile(None)
@@ -241,8 +241,8 @@ def _prompt(number: int) -> GenerateRequest:
 
 
 def borrowed_methods() -> list[str]:
-    """The public attributes of objects that are methods of other ones: whoever wants those should
-    ask the other."""
+    """The public attributes of objects that are methods of other objects. A caller should use the
+    other object instead."""
     found = set()
     for owner in gc.get_objects():
         if _is_ours(owner) and hasattr(owner, "__dict__"):

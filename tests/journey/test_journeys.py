@@ -1,6 +1,6 @@
-"""No journey grows: what a call passes on its way is what a reader of it must hold in a head.
+"""No journey grows, because a reader of a call must know all code of its journey.
 
-A wing that is off is not on the way: it is not made, and so not asked either."""
+Code of a feature that is off does not run."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text())
 
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    """In a process of its own: what other tests have done changes what is made on the way."""
+    """Measured in a process of its own, because objects of other tests change a journey."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.journey", "--json"],
         cwd=ROOT,

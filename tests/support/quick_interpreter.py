@@ -1,10 +1,9 @@
-"""Triton's interpreter without work that it repeats.
+"""Removes repeated work from Triton's interpreter.
 
-A call of a function in a kernel makes `triton.language` interpreted, although the kernel's launch
-has done so; and each time all its members are looked through. Overflows of integers are looked for,
-which nobody is told of. The shape of each value is made anew, checked and put into words. Each
-operation works out the common type of its operands. Together that is three quarters of the time of
-small kernels."""
+Each function call in a kernel patches all members of `triton.language`, although the launch of the
+kernel has done so. Integer operations check for overflows, and nothing uses the result. Each value
+gets a new shape, which is checked and formatted. Each operation derives the common type of its
+operands. Together this is three quarters of the time of small kernels."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +19,7 @@ core = interpreter.tl.core
 
 
 def install() -> None:
-    """Replace what does that; once in a process."""
+    """Replace these parts of the interpreter. Later calls have no effect."""
     if interpreter._patch_builtin.__module__ == __name__:
         return
     builder = interpreter.interpreter_builder
@@ -62,7 +61,7 @@ def _install_quick_calls() -> None:
 
 
 def _install_rounding() -> None:
-    """e4m3 is rounded to nearest, as on a GPU. The interpreter rounds small numbers to zero."""
+    """Round e4m3 to nearest, as a GPU does. The interpreter rounds small numbers to zero."""
     convert, tl = interpreter._convert_float, interpreter.tl
 
     def rounded(data: Any, kind: Any, target: Any, mode: Any) -> Any:
@@ -87,7 +86,7 @@ def _interpreted(member: Any) -> Callable[..., Any]:
 
 
 def _install_quick_types() -> None:
-    """Values of the same shape share it."""
+    """Let values of the same shape share the shape object."""
     blocks: dict[tuple[int, ...], tuple[Any, int, str, Any]] = {}
     numpy_types: dict[str, Any] = {}
     constexpr, block_type = core.constexpr, core.block_type
@@ -130,7 +129,7 @@ def _install_quick_types() -> None:
 
 
 def _install_quick_values() -> None:
-    """Arrays are checked by the size of their elements; loads without a mask share one."""
+    """Check arrays by the size of their elements, and share the mask of loads without a mask."""
     handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
     sizes: dict[str, int] = {}  # of the largest element that a type can hold, in bytes
     whole: dict[tuple[int, ...], Any] = {}
@@ -166,8 +165,8 @@ def _install_quick_values() -> None:
 
 
 def _install_quick_operands() -> None:
-    """What operands are converted to is found out once for each two types, or a type and a number;
-    and the common shape once for each two shapes."""
+    """Cache the common type of each pair of types, or of a type and a number, and the common shape
+    of each pair of shapes."""
     conversions: dict[tuple[Any, ...], list[Any]] = {}
     shapes: dict[tuple[Any, Any], Any] = {}
     check = TritonSemantic.binary_op_type_checking_impl
@@ -221,7 +220,8 @@ def _scalar_of(operand: Any) -> Any:
 
 
 def _conversion(before: Any, after: Any) -> Any:
-    """None, or the type that a value is cast to, or what stands for a number."""
+    """How an operand was converted: None if it was not, the new type of a value, or the tensor that
+    replaces a number."""
     if type(before) is not core.tensor:
         after.handle.data.setflags(write=False)
         return after

@@ -1,9 +1,9 @@
-"""Servers of a `Cluster`, forked from one process that has imported what all of them need: each of
-them spends a second of CPU on that, and the tests start hundreds.
+"""Servers of a `Cluster` that are forked from one process with all imports. The imports of a server
+take a second of CPU time, and the tests start hundreds of servers.
 
-Run as a program, this is that process: it reads requests from its stdin, a socket, and from those
-who connect to one that listens. Each is forked twice: the first child waits for the second, which
-is the server, and tells its end."""
+As a program, this module is that process. It reads requests from its stdin, which is a socket, and
+from clients of a listening socket. It forks twice for each request: the first child waits for the
+second, which is the server, and reports its end."""
 
 import gc
 import importlib
@@ -21,13 +21,13 @@ from types import SimpleNamespace
 from typing import IO, Any, Self
 
 SERVERS = ("parrot.server.http_server", "parrot.engine.http_server")
-_IMPORTED = (*SERVERS, "parrot.engine.sim", "parrot.engine.sim")
+_IMPORTED = (*SERVERS, "parrot.engine.sim")
 _MAX_REQUEST = 2**17
 
 
 class WarmServers:
-    """The process from which servers are forked, started with the first, or that which another
-    process has, by its `address`."""
+    """Forks servers. The process that forks them starts with the first server. `address`: use the
+    process of another `WarmServers`."""
 
     def __init__(self, address: str | None = None) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -46,7 +46,7 @@ class WarmServers:
             self._folder.cleanup()
 
     def address(self) -> str:
-        """Where other processes may ask for servers, as long as this one has them."""
+        """The address at which other processes can request servers until `close`."""
         assert self._folder is not None
         self._ask_at()
         return self._listens_at(self._folder.name)
@@ -56,11 +56,11 @@ class WarmServers:
         return str(Path(folder) / "requests")
 
     def instead_of_subprocess(self) -> SimpleNamespace:
-        """What `parrot.cluster.process` needs of the module `subprocess`."""
+        """A replacement of the module `subprocess` in `parrot.cluster.process`."""
         return SimpleNamespace(Popen=self.popen, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT)
 
     def popen(self, command: Sequence[str], **options: Any) -> Any:
-        """Fork a server of Parrot's; whatever else is started as ever."""
+        """Fork a server of Parrot. Other programs are started normally."""
         env = options["env"]
         is_server = command[3] in SERVERS and env.get("PYTHONPATH") == os.environ.get("PYTHONPATH")
         if not is_server:
@@ -83,14 +83,14 @@ class WarmServers:
 
 
 class ForkedServer:
-    """What a `subprocess.Popen` is to whoever started it."""
+    """A replacement of `subprocess.Popen` for a forked server."""
 
     def __init__(
         self, requests: socket.socket, argv: Sequence[str], env: Mapping[str, str], log: IO[bytes]
     ) -> None:
         self.returncode: int | None = None
         lifeline, write = os.pipe()
-        self.stdin = open(write, "wb", buffering=0)  # noqa: SIM115 - closed by whoever started it
+        self.stdin = open(write, "wb", buffering=0)  # noqa: SIM115 - the caller closes it
         ours, theirs = socket.socketpair()
         with theirs:
             message = json.dumps({"argv": list(argv), "env": dict(env)}).encode()
@@ -119,10 +119,10 @@ def _socket() -> socket.socket:
 
 
 def be_next_server(listener: socket.socket) -> None:
-    """Fork a server at each request, and return in it; exit when its owner is gone."""
+    """Fork a server for each request, and return in the server. Exits when its owner has ended."""
     owner = socket.socket(fileno=os.dup(0))
     open_sockets = [owner, listener]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nothing waits for the first children.
     while True:
         asking = select.select(open_sockets, [], [])[0][0]
         if asking is listener:
@@ -165,7 +165,7 @@ if __name__ == "__main__":
     for name in _IMPORTED:
         importlib.import_module(name)
     for name in SERVERS:
-        del sys.modules[name]  # it is run anew, as the main module
+        del sys.modules[name]  # It runs again as the main module.
     gc.collect()
     gc.freeze()
     be_next_server(socket.socket(fileno=int(sys.argv[1])))
