@@ -1,10 +1,12 @@
 """Servers that die, refuse, hang or break off their answers."""
 
 import asyncio
+import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import stamina
@@ -152,6 +154,49 @@ async def test_a_call_waits_until_its_server_is_back(process: FakeProcess) -> No
         await asyncio.to_thread(process.start)
         assert await asking == WORDS
         assert process.num_requests == 1
+
+
+async def test_a_connection_that_closes_under_a_request_is_replaced() -> None:
+    """A server closes a connection that it has not used for some seconds. The next request may
+    already be on its way."""
+    fake, num_closed = FakeOpenAI(), 0
+    async with AsyncExitStack() as stack:
+        behind = await stack.enter_async_context(serve_app(fake.app()))
+        port = urlsplit(behind).port
+
+        async def answer_one_call(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
+            nonlocal num_closed
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
+            is_used = False
+            with suppress(asyncio.IncompleteReadError):  # The client has closed its connection.
+                while not ((request := await message(reader)).startswith(b"POST") and is_used):
+                    is_used = is_used or request.startswith(b"POST")
+                    inner_writer.write(request)
+                    writer.write(await message(inner_reader))
+                num_closed += 1
+            for one in (inner_writer, writer):
+                one.close()
+
+        listening = await asyncio.start_server(answer_one_call, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+        client = await stack.enter_async_context(core_of({"url": url}))
+        await client.until_served("gpt-fake")
+        (engine,) = client.core.fleet
+        for number in range(3):
+            status, answer = await client.ask(max_tokens=10 + number)
+            assert status == 200, answer
+        assert num_closed == 2
+        assert list(client.core.fleet) == [engine]
+        listening.close()
+
+
+async def message(reader: asyncio.StreamReader) -> bytes:
+    """A request or an answer with a `Content-Length`, or without a body."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    size = re.search(rb"content-length: (\d+)", head.lower())
+    return head + await reader.readexactly(int(size[1]) if size else 0)
 
 
 async def test_a_dead_server_is_not_listed_and_loses_its_prefixes(process: FakeProcess) -> None:
