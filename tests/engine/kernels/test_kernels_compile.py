@@ -23,6 +23,7 @@ E4M3 = {"e4m3": True}
 BLOCKED = {**E4M3, "blocked": True}
 ROW = {"matrix": False, **E4M3}
 SLICED = {"rows": 8, "outputs": 32, "slices": 2, "warps": 2}
+EIGHT_SLICES = {"rows": 16, "outputs": 32, "slices": 8, "stages": 4, "warps": 8}
 NARROW = {"rows": 64, "outputs": 64, "stages": 4, "group": 32}
 LOCAL = {"window": 512, "softcap": 72.1}
 FILL = {"tiles": True, "own": True}
@@ -114,7 +115,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "four bits, qkv": {"kernel": "words qkv"},
     "four bits, numbers": {"kernel": "words numbers"},
     "four bits with offsets, 64 rows": {"kernel": "words", **NARROW, "least": True},
-    "eight bits": {"kernel": "words", **SLICED, "bits": 8, "group": 32, "silu": True},
+    "eight bits": {"kernel": "words", **EIGHT_SLICES, "bits": 8, "group": 32, "silu": True},
     "eight bits in groups of 16, 64 rows": {"kernel": "words", "rows": 64, "bits": 8, "group": 16},
     "eight bits with offsets, qkv": {"kernel": "words qkv", "bits": 8, "group": 16, "least": True},
     "one row of few inputs": {"kernel": "row", "size": 1024, "outputs": 16, "warps": 4},

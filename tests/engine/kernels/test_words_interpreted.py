@@ -310,10 +310,20 @@ def test_products_with_few_programs_are_split() -> None:
 def test_tiles_fit_a_multiprocessor(splits: int) -> None:
     for num_rows in (1, 8, 9, 16, 17, 32, 33, FEW_ROWS, 300):
         for num_out in (64, 1024, 4096, 6144, 28672):
-            tile = WordsProduct(num_rows, num_out, 32, splits).tile()
-            block = tile["BN"] * (64 + 32) + tile["BM"] * 256  # Words, factors and x in bfloat16.
-            step = block * tile["SLICES"]
-            assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
+            for inputs in (128, 64, 32):
+                blocks = 4096 // inputs
+                tile = WordsProduct(num_rows, num_out, blocks, splits, inputs).tile()
+                # Words, factors and x in bfloat16.
+                block = tile["BN"] * (64 + 32) + tile["BM"] * 2 * inputs
+                step = block * tile["SLICES"]
+                assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
+
+
+def test_narrow_products_of_small_blocks_have_more_warps() -> None:
+    slices = [WordsProduct(8, 4096, 4096 // x, block=x).tile()["SLICES"] for x in (128, 64, 32)]
+    assert slices == [2, 4, 8]
+    wide = [WordsProduct(8, 28672, 4096 // x, block=x).tile()["SLICES"] for x in (128, 64, 32)]
+    assert wide == [4, 4, 4], "many programs occupy a GPU"
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -14,6 +14,8 @@ _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
 _MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
+_LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
+_MAX_SLICES = 8
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -25,7 +27,7 @@ class WordsProduct:
     outputs: int
     blocks: int  # In all splits.
     splits: int = 1
-    block: int = 128  # Inputs of a block.
+    block: int = _LARGEST_BLOCK  # Inputs of a block.
     has_least: bool = False
 
     @classmethod
@@ -85,4 +87,7 @@ class WordsProduct:
             return 32, 4, 3, 4
         if self.splits > 1:
             return 32, 4, 3 if self._members == _SLICED_ROWS else 4, 4
-        return (32, 4, 4, 4) if self._members == _SLICED_ROWS else (32, 2, 4, 2)
+        # Such a product has few programs. Smaller blocks need more warps for the same number of steps.
+        slices = 4 if self._members == _SLICED_ROWS else 2
+        slices = min(_MAX_SLICES, slices * _LARGEST_BLOCK // self.block)
+        return 32, slices, 4, slices
