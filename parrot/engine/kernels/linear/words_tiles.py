@@ -87,7 +87,7 @@ class WordsProduct:
             return 32, 4, 3, 4
         if self.splits > 1:
             return 32, 4, 3 if self._members == _SLICED_ROWS else 4, 4
-        # Such a product has few programs. Smaller blocks need more warps for the same number of steps.
+        # Such a product has few programs. Smaller blocks need more warps for as many steps.
         slices = 4 if self._members == _SLICED_ROWS else 2
         slices = min(_MAX_SLICES, slices * _LARGEST_BLOCK // self.block)
         return 32, slices, 4, slices
