@@ -230,7 +230,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 def decode_answer(
-    raw: bytes,
+    raw: bytes | bytearray,
     status: int,
     headers: Mapping[str, str],
     server: str,

@@ -27,6 +27,7 @@ from parrot.utils.traceparent import TraceParent
 
 _CONNECT_TIMEOUT_S = 5.0  # Per address of the server.
 _MAX_IDLE_S = 15.0  # Seconds after which an unused connection is closed.
+_END_S = 1.0  # Seconds from the last event to the end of an answer. Then its connection is closed.
 _MAX_HEAD = 2**16  # Bytes of an answer's head, its trailers, or the size line of a chunk.
 _MAX_ANSWER = 2**28  # Bytes of an answer that is not a stream.
 _LARGE_BODY = 2**16  # Bytes from which a body is not copied next to its head.
@@ -50,8 +51,7 @@ class Reply:
         self.status = 0
         self.is_stream = False  # The body consists of events.
         self.headers: dict[str, str] = {}
-        self.body: list[bytes] = []  # Of an answer that is not a stream of events.
-        self.size = 0
+        self.body = bytearray()  # Of an answer that is not a stream of events.
         self._connection = connection
         self._on_event = on_event
         self._events = EventParser()
@@ -85,9 +85,8 @@ class Reply:
             return
         try:
             if not self.is_stream:
-                self.body.append(data)
-                self.size += len(data)
-                if self.size > _MAX_ANSWER:
+                self.body += data
+                if len(self.body) > _MAX_ANSWER:
                     raise InternalError(f"the server answered with more than {_MAX_ANSWER} bytes")
                 return
             assert self._on_event is not None
@@ -96,6 +95,7 @@ class Reply:
                 if self._on_event(event):
                     self.is_complete = True
                     self.finish()
+                    self._connection.expect_end()
                     return
             if self.has_events and not self.begun.done():
                 self.begun.set_result(None)
@@ -134,6 +134,7 @@ class _Connection(asyncio.Protocol):
         )
         self._reply: Reply | None = None  # Until its last byte has arrived.
         self._alarm: asyncio.TimerHandle | None = None
+        self._ending: asyncio.TimerHandle | None = None  # From the last event to the answer's end.
         self._active_at = 0.0  # Last data of a stream, the start of another request, or its end.
         self._has_length = False  # The end of the answer does not close the connection.
         self._num_unused = 0  # Bytes since the last complete head or part of a body.
@@ -155,6 +156,10 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
+
+    def expect_end(self) -> None:
+        """The rest of the answer has no use."""
+        self._ending = self._loop.call_later(_END_S, self.abort)
 
     @property
     def is_open(self) -> bool:
@@ -189,8 +194,9 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._alarm is not None:
-            self._alarm.cancel()
+        for timer in (self._alarm, self._ending):
+            if timer is not None:
+                timer.cancel()
         self._pool.discard(self)
         if self._reply is not None and not self._has_length and self._reply.status and exc is None:
             self._reply.finish(self._error_of(self._reply))  # The end of the connection ends it.
@@ -251,6 +257,8 @@ class _Connection(asyncio.Protocol):
             reply.status = 0
             return
         self._reply = None
+        if self._ending is not None:
+            self._ending.cancel()
         reply.finish(self._error_of(reply))
         if not self.is_open:
             return
@@ -349,8 +357,9 @@ class ServerConnections:
 
     def decode(self, reply: Reply) -> Any:
         """The JSON of a complete answer. Raises the server's error."""
-        raw = b"".join(reply.body)
-        return decode_answer(raw, reply.status, reply.headers, self.base_url, self._read_error)
+        return decode_answer(
+            reply.body, reply.status, reply.headers, self.base_url, self._read_error
+        )
 
     def release(self, connection: _Connection) -> None:
         """The connection can serve another request."""

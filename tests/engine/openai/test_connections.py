@@ -132,6 +132,24 @@ async def test_events_arrive_in_any_parts_and_the_connection_is_used_again() -> 
     assert server.num_connections == 1
 
 
+async def test_a_stream_whose_end_does_not_arrive_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some servers wait until the client closes the connection."""
+    monkeypatch.setattr("parrot.engine.openai.connections._END_S", 0.05)
+    stream = EVENTS + piece(b"data: [DONE]\n\n")
+    server = Scripted([stream + LAST], [stream], [JSON_ANSWER])
+    async with connected(server) as connections:
+        await (await connections.stream("/x", {}, collecting([]))).end()
+        await asyncio.sleep(0.1)
+        await (await connections.stream("/x", {}, collecting([]))).end()
+        assert server.num_connections == 1
+        async with asyncio.timeout(5):
+            await server.left.wait()
+        await connections.post("/x", {})
+    assert server.num_connections == 2
+
+
 @pytest.mark.parametrize(
     ("script", "error"),
     [
@@ -312,7 +330,7 @@ def test_any_bytes_end_a_request_and_spare_the_next_one(
         if pool._take_idle() is connection:
             following = connection.send(b"", b"", None)
             connection.data_received(JSON_ANSWER)
-            assert (following.body, following.error) == ([b'{"a":1}'], None)
+            assert (following.body, following.error) == (b'{"a":1}', None)
         connection.connection_lost(None)
         assert reply.over.done()
         assert reply.begun.done()
