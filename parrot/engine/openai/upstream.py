@@ -555,16 +555,19 @@ class Upstream:
         }
 
         async def ask() -> Any:
+            unique = self._ids.claim(self._id_to_pass(request_id))
             try:
                 return await self._calls.post(
                     "/embeddings",
                     body,
                     traceparent=traceparent,
-                    request_id=self._id_to_pass(request_id),
+                    request_id=unique,
                     bearer=self._bearer(client_key),
                 )
             except EngineFailed as error:
                 raise refused_embedding(error) from None
+            finally:
+                self._ids.release(unique)
 
         try:
             payload = await ask()
