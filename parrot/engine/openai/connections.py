@@ -47,6 +47,7 @@ class Reply:
         self.over: asyncio.Future[None] = loop.create_future()
         self.error: Exception | None = None
         self.has_events = False
+        self._has_data = False
         self.is_complete = False  # `on_event` has received the last event.
         self.status = 0
         self.is_stream = False  # The body consists of events.
@@ -84,6 +85,9 @@ class Reply:
         if self.over.done():
             return
         try:
+            if self.is_stream and not self._has_data:
+                self.is_stream = data[:1] != b"{"  # A server without streams sends JSON.
+            self._has_data = True
             if not self.is_stream:
                 self.body += data
                 if len(self.body) > _MAX_ANSWER:

@@ -474,8 +474,9 @@ class Upstream:
         return answer
 
     async def stream(self, question: Question, take: Callable[[ServerAnswer], None]) -> None:
-        """Call `take` with each chunk of an answer. The request is retried only before the first
-        chunk. Raises `Unavailable` if the stream ends before the answer has a finish reason."""
+        """Call `take` with each chunk of an answer, which is the whole answer if the server does
+        not stream. The request is retried only before the first chunk. Raises `Unavailable` if the
+        stream ends before the answer has a finish reason."""
         request_id = self._ids.claim(self._id_to_pass(question.request_id))
         has_ended = False
 
@@ -501,7 +502,9 @@ class Upstream:
         try:
             reply = await self._within_context(question, begin)
             await reply.end()
-            if not reply.has_events and self.is_serial:
+            if reply.body:
+                take(self._chunk(bytes(reply.body)))
+            elif not reply.has_events and self.is_serial:
                 # llama-cpp-python sends an empty stream instead of an error, and closes the
                 # connection, which the next request may still use.
                 take(await self.complete(question, retries_temporary))

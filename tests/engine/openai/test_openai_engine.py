@@ -497,6 +497,20 @@ async def test_a_stream_that_breaks_is_an_error_and_keeps_what_came(
         assert fake.bodies[-1]["prompt"] == "aone two "
 
 
+async def test_a_server_that_does_not_stream_sends_the_whole_answer(
+    start: Start, fake: FakeOpenAI
+) -> None:
+    service = await start()
+    choice = {"index": 0, "text": "one two", "finish_reason": "stop"}
+    fake.faults = [Fault(200, {"choices": [choice]})]
+    texts, response = await collect(service, ask(1, "a"))
+    assert (texts, response.generated_text) == (["one two"], "one two")
+    for body, expected in BREAKS[1:]:
+        fake.faults = [Fault(200, body)]
+        with pytest.raises(expected):
+            await collect(service, ask(2, "a"))
+
+
 async def test_a_stream_that_stops_before_its_text_has_ended_is_an_error(
     start: Start, fake: FakeOpenAI
 ) -> None:
