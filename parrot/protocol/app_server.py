@@ -12,7 +12,7 @@ from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import orjson
 import uvicorn
@@ -164,6 +164,42 @@ class _Awaited(Enum):
     NOTHING = "nothing"
 
 
+class _ResponseTransport:
+    """The transport of one response. The head is sent together with the first part of the body, so
+    that the client does not wake up twice. A head without a body is sent in the next iteration of
+    the loop."""
+
+    __slots__ = ("_has_begun", "_head", "_loop", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport = transport
+        self._loop = loop
+        self._has_begun = False
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._has_begun:
+            self._send(data)
+            return
+        self._has_begun = True
+        self._head = data
+        self._loop.call_soon(self._send)
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def close(self) -> None:
+        self._send()
+        self._transport.close()
+
+    def _send(self, data: bytes = b"") -> None:
+        head, self._head = self._head, None
+        if head is not None and not self._transport.is_closing():
+            self._transport.writelines([head, data])
+        elif data:
+            self._transport.write(data)
+
+
 class GuardedProtocol(HttpToolsProtocol):
     """One connection with limits. It is closed when a head or a body is late, when a head is too
     long, or when too many connections are open. It is aborted when the client does not read the
@@ -207,6 +243,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unparsed = 0
         self._await(_Awaited.BODY)
         super().on_headers_complete()
+        response = _ResponseTransport(self.transport, self.loop)
+        self.cycle.transport = cast("asyncio.Transport", response)
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0

@@ -2,13 +2,24 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
+import uvicorn
 from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
+from uvicorn.server import ServerState
 
-from parrot.protocol.app_server import AppServer, run_server, server_options
+from parrot.protocol.app_server import (
+    AppServer,
+    GuardedProtocol,
+    guarded_protocol,
+    run_server,
+    server_options,
+)
 from parrot.protocol.server_config import ConnectionLimits
 from tests.support.root_logger import unchanged_root_logger
 
@@ -66,6 +77,93 @@ async def test_idle_connections_stay_open_longer_than_clients_keep_them(idle_s: 
         assert set(server.server_state.connections) == connections
     server.should_exit = True
     await asyncio.wait_for(serving, 30)
+
+
+class RecordingTransport(asyncio.Transport):
+    """Records each write to the socket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[bytes] = []
+        self.is_closed = False
+
+    def write(self, data: Any) -> None:
+        self.sent.append(bytes(data))
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        self.write(b"".join(list_of_data))
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+async def connected(app: FastAPI) -> tuple[GuardedProtocol, RecordingTransport]:
+    config = uvicorn.Config(app, ws="none", lifespan="off", access_log=False)
+    config.load()
+    protocol = guarded_protocol(ConnectionLimits())(config, ServerState(), {})
+    transport = RecordingTransport()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_the_head_and_the_body_of_an_answer_are_one_write() -> None:
+    app, more = FastAPI(), asyncio.Event()
+
+    @app.get("/whole")
+    async def whole() -> str:
+        return "whole"
+
+    @app.get("/stream")
+    async def stream() -> StreamingResponse:
+        async def pieces() -> AsyncIterator[str]:
+            await more.wait()
+            yield "first"
+            await asyncio.sleep(0)
+            yield "second"
+
+        return StreamingResponse(pieces())
+
+    protocol, transport = await connected(app)
+    protocol.data_received(b"GET /whole HTTP/1.1\r\n\r\n" * 2)
+    await settle()
+    assert [(sent[:15], sent[-7:]) for sent in transport.sent] == [
+        (b"HTTP/1.1 200 OK", b'"whole"')
+    ] * 2
+    transport.sent.clear()
+    protocol.data_received(b"GET /stream HTTP/1.1\r\n\r\n")
+    await settle()
+    assert len(transport.sent) == 1  # The head does not wait for a body.
+    assert transport.sent[0].endswith(b"transfer-encoding: chunked\r\n\r\n")
+    more.set()
+    await settle()
+    assert transport.sent[1:3] == [b"5\r\nfirst\r\n", b"6\r\nsecond\r\n"]
+    transport.sent.clear()
+    protocol.data_received(b"GET /whole HTTP/1.1\r\nConnection: close\r\n\r\n")
+    await settle()
+    assert transport.sent[0].endswith(b'"whole"')
+    assert transport.is_closed
+    protocol.connection_lost(None)
+
+
+async def test_a_head_without_a_body_is_sent_before_the_connection_closes() -> None:
+    protocol, transport = await connected(FastAPI())
+    protocol.data_received(b"HEAD / HTTP/1.1\r\nConnection: close\r\n\r\n")
+    await settle()
+    assert transport.sent[0].startswith(b"HTTP/1.1 404 Not Found\r\n")
+    assert (len(transport.sent), transport.is_closed) == (1, True)
+    protocol.connection_lost(None)
 
 
 def test_logs_go_to_the_given_file(tmp_path: Path) -> None:
