@@ -11,7 +11,7 @@ from typing import Any
 _MIB = 2**20
 _PAGE = 4096
 _MAX_RATIO, _MAX_MORE = 1.05, 200
-_NO_TABLES = (str, bytes, bytearray, array, type)
+_NO_TABLES = (str, bytes, bytearray, array, tuple, type)
 
 
 def table_sizes(prefix: str = "parrot.") -> Counter[str]:

@@ -1,12 +1,14 @@
 """Each benchmark of the simulated service runs, with a few calls."""
 
+import asyncio
 import importlib
 import json
 
+import aiohttp
 import pytest
 
 from benchmark.results import run
-from benchmark.serve.bench_in_front import server
+from benchmark.serve.bench_in_front import server, until_ready
 from parrot.cluster import Cluster
 from tests.support.postgres import Server
 
@@ -65,10 +67,16 @@ def test_a_tiny_run_gives_a_report(module, command, tmp_path):
     assert len(report) > 1
 
 
+async def until_served(url):
+    async with aiohttp.ClientSession() as http:
+        await until_ready(http, url)
+
+
 def test_programs_in_front_of_a_server_are_measured(tmp_path):
     with server("instant_server") as direct:
         core = {"host": "127.0.0.1", "servers": [{"url": f"{direct}/v1"}]}
         with Cluster(core, []) as cluster:
+            asyncio.run(until_served(cluster.core_url))
             urls = f"--parrot {cluster.core_url} --server {direct}/v1"
             command = f"{urls} --only map_reduce --num-requests 2 --repeat 1"
             test_a_tiny_run_gives_a_report("in_front_programs", command, tmp_path)

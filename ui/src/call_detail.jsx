@@ -31,7 +31,9 @@ export function Detail({ variable, producer, run }) {
   const seen = useSeen(run, source?.prompt && !isHidden ? call : null);
   if (!row) return feed.error ? <Notice feed={feed} /> : <p class="hint">Loading…</p>;
   const hasPrompt = source?.prompt && !isHidden;
-  const draft = hasPrompt ? draftOfCall({ call, row, source, texts, seen, origin: id }) : null;
+  // A request of an API is written from the prompt as the model saw it.
+  const isKnown = hasPrompt && (seen || !run.isApi);
+  const draft = isKnown ? draftOfCall({ call, row, source, texts, seen, origin: id }) : null;
   return (
     <>
       <section>
@@ -98,7 +100,7 @@ function Given({ row, run: { graph } }) {
 
 function Actions({ call, draft, source, seen, isFollowed, run: { id, isApi, isLive } }) {
   const asCommand = () =>
-    isApi && seen
+    isApi
       ? apiCurl(call, seen.prompt, source.sampling ?? {}, location.origin)
       : asCurl(readProgram(draft.calls, draft.settings), draft.values, location.origin);
   return (
