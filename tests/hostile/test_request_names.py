@@ -41,8 +41,11 @@ _touched: list[str] = []
 _WATCHED = ("open", "os.listdir", "os.scandir", "socket.getaddrinfo", "socket.connect", "import")
 
 
-def _watch(event: str, args: tuple[object, ...]) -> None:
-    if event in _WATCHED and CANARY in str(args):
+def _watch(
+    event: str, args: tuple[object, ...], watched: Sequence[str] = _WATCHED, canary: str = CANARY
+) -> None:
+    """`watched`, `canary`: bound here, because the hook outlives the globals."""
+    if event in watched and canary in str(args):
         _touched.append(f"{event} {args}")
 
 
