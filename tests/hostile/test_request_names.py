@@ -2,7 +2,7 @@
 code of them runs, and nobody is asked for what they name."""
 
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
