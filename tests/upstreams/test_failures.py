@@ -1,13 +1,12 @@
 """Servers that die, refuse, hang or break off their answers."""
 
 import asyncio
-import re
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
-from urllib.parse import urlsplit
 
+import orjson
 import pytest
 import stamina
 from fastapi import Request, Response
@@ -156,47 +155,56 @@ async def test_a_call_waits_until_its_server_is_back(process: FakeProcess) -> No
         assert process.num_requests == 1
 
 
+class ClosesUnderRequests:
+    """Answers one call per connection. It closes the connection when another call arrives."""
+
+    def __init__(self) -> None:
+        self.num_closed = 0
+        self._handlers: set[asyncio.Task[Any]] = set()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        server.close()
+        await asyncio.wait(self._handlers)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._handlers.add(task)
+        has_called = False
+        with suppress(asyncio.IncompleteReadError):  # The client has closed its connection.
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                answer: dict[str, Any] = {"data": [{"id": "gpt-fake"}]}
+                if head.startswith(b"POST"):
+                    size = head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]
+                    await reader.readexactly(int(size))
+                    if has_called:
+                        self.num_closed += 1
+                        break
+                    has_called = True
+                    message = {"role": "assistant", "content": "yes"}
+                    answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
+                raw = orjson.dumps(answer)
+                writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(raw), raw))
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_a_connection_that_closes_under_a_request_is_replaced() -> None:
     """A server closes a connection that it has not used for some seconds. The next request may
     already be on its way."""
-    fake, num_closed = FakeOpenAI(), 0
-    async with AsyncExitStack() as stack:
-        behind = await stack.enter_async_context(serve_app(fake.app()))
-        port = urlsplit(behind).port
-
-        async def answer_one_call(
-            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-        ) -> None:
-            nonlocal num_closed
-            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", port)
-            is_used = False
-            with suppress(asyncio.IncompleteReadError):  # The client has closed its connection.
-                while not ((request := await message(reader)).startswith(b"POST") and is_used):
-                    is_used = is_used or request.startswith(b"POST")
-                    inner_writer.write(request)
-                    writer.write(await message(inner_reader))
-                num_closed += 1
-            for one in (inner_writer, writer):
-                one.close()
-
-        listening = await asyncio.start_server(answer_one_call, "127.0.0.1", 0)
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
-        client = await stack.enter_async_context(core_of({"url": url}))
+    server = ClosesUnderRequests()
+    async with server.listening() as url, core_of({"url": url}) as client:
         await client.until_served("gpt-fake")
         (engine,) = client.core.fleet
         for number in range(3):
             status, answer = await client.ask(max_tokens=10 + number)
-            assert status == 200, answer
-        assert num_closed == 2
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, "yes")
+        assert server.num_closed == 2
         assert list(client.core.fleet) == [engine]
-        listening.close()
-
-
-async def message(reader: asyncio.StreamReader) -> bytes:
-    """A request or an answer with a `Content-Length`, or without a body."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    size = re.search(rb"content-length: (\d+)", head.lower())
-    return head + await reader.readexactly(int(size[1]) if size else 0)
 
 
 async def test_a_dead_server_is_not_listed_and_loses_its_prefixes(process: FakeProcess) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -353,8 +353,11 @@ async def test_a_refused_request_is_not_sent_to_its_end() -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 x\r\nContent-Length: 2\r\n\r\n{}")
         await asyncio.sleep(0.1)  # The body is larger than the buffers of the sockets.
-        num_read.set_result(len(await reader.read()))
+        size = len(await reader.read())
         writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        num_read.set_result(size)
 
     listening = await asyncio.start_server(refuse, "127.0.0.1", 0)
     connections = client(listening.sockets[0].getsockname()[1])
