@@ -555,7 +555,8 @@ async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:
         await expect(page.locator("dialog[open]")).to_have_count(0)
         assert stage.posted == [], view
         await page.click(button)
-        await page.click("dialog[open] button.main")
+        async with page.expect_response(f"**/{path}"):
+            await page.click("dialog[open] button.main")
         await expect(page.locator("dialog[open]")).to_have_count(0)
         assert [posted for posted, _ in stage.posted] == [path]
         stage.posted.clear()

@@ -115,7 +115,8 @@ async def test_decorators_and_indentation_are_tolerated(
     ],
 )
 async def test_what_goes_wrong_is_told(runner: NativeRunner, source: str, message: str) -> None:
-    error = await failure(runner, make_call(source, timeout_s=0.2))
+    timeout_s = 0.2 if message == "TimeoutError" else 5.0
+    error = await failure(runner, make_call(source, timeout_s=timeout_s))
     assert message in error.message
     assert "`f`" in error.message
     assert await results(runner, make_call("def f(out):\n    out.set('alive')")) == ["alive"]
