@@ -321,7 +321,7 @@ def _second_server(client: Client, url: str) -> object:
 
 
 class BlockingServer(FakeOpenAI):
-    """Answers nothing else while it computes for one second, as many small servers do."""
+    """Answers nothing else while it computes for two seconds, as many small servers do."""
 
     is_busy = False
 
@@ -332,7 +332,7 @@ class BlockingServer(FakeOpenAI):
 
     async def _completions(self, request: Request) -> Response:
         self.is_busy = True
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(2.0)
         self.is_busy = False
         return await super()._completions(request)
 
@@ -341,7 +341,7 @@ class BlockingServer(FakeOpenAI):
 async def test_a_server_that_is_busy_with_a_call_may_be_silent(owner: str) -> None:
     server = BlockingServer(owned_by=owner)
     async with AsyncExitStack() as stack:
-        client = await in_front(stack, server, engine_heartbeat_timeout=0.2)
+        client = await in_front(stack, server, engine_heartbeat_timeout=0.5)
         (engine,) = client.core.fleet
         assert await client.said() == server.reply
         assert engine.is_alive
