@@ -89,8 +89,8 @@ class Passed:
 
 
 class Profiler:
-    """Reports calls to the journey that is being measured, if any: those of the thread that called
-    `install`, and of threads that were started later."""
+    """Reports calls to the journey that is being measured, if any: those of the thread that
+    measures, and of threads that were started after `install`."""
 
     def __init__(self) -> None:
         self.passed: dict[str, Passed] = {}
@@ -101,8 +101,8 @@ class Profiler:
             self._current.count(frame)
 
     def install(self) -> None:
+        """Report calls of threads that start from now on."""
         threading.setprofile(self)
-        sys.setprofile(self)
 
     def unheard(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function without profiling, which doubles its time. It is not part of a journey."""
@@ -119,9 +119,11 @@ class Profiler:
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
         self._current = self.passed[name] = Passed()
+        sys.setprofile(self)
         try:
             yield
         finally:
+            sys.setprofile(None)
             self._current = None
 
 
@@ -272,6 +274,5 @@ def measured() -> tuple[dict[str, Passed], list[str]]:
         borrowed = run_virtual(serve_journeys(profiler))
         asyncio.run(engine_journey(profiler))
     finally:
-        sys.setprofile(None)
         threading.setprofile(None)
     return profiler.passed, borrowed

@@ -399,7 +399,9 @@ class RunTable:
 
     async def _run(self, run: Run, attempt: Attempt) -> None:
         try:
-            if run.num_lost and not await self._is_alive(run, attempt):
+            # A ping, so that a run is not blamed for an engine that died before, or together with,
+            # an earlier one. If it fails, the engine is lost and the run is queued again.
+            if run.num_lost and not await self._fleet.check_reachable(attempt.engine):
                 return
             outcome = await self._exchange.run(run, attempt)
         except ParrotError as error:
@@ -411,12 +413,6 @@ class RunTable:
             self._attempt_failed(run, attempt, InternalError("internal error"))
         else:
             self._attempt_done(run, attempt, outcome)
-
-    async def _is_alive(self, run: Run, attempt: Attempt) -> bool:
-        """Ping the engine before the request of a run that has lost engines. A run is not blamed
-        for engines that died before, or together with, an earlier one. False: the engine is lost,
-        and the run is queued again."""
-        return await self._fleet.check_reachable(attempt.engine)
 
     def _attempt_done(self, run: Run, attempt: Attempt, outcome: Outcome) -> None:
         """Settle all waiters with the result."""

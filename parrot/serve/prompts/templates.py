@@ -9,6 +9,7 @@ the template is slow. A template can only read its inputs and produce text, with
 size. When a template is parsed, operations whose time or memory may exceed the code's length are
 replaced by filters that check the budget: loops, sums, products, and list literals."""
 
+import gc
 import json
 import re
 import secrets
@@ -435,7 +436,8 @@ class ModelTemplate:
         """The prompt for the next answer. `options` are the template's other variables, such as
         `tools` and `enable_thinking`. Raises `InvalidRequest`."""
         self._budget.renew(len(messages))
-        began = thread_time()
+        collects, began = gc.isenabled(), thread_time()
+        gc.disable()  # A collection would use the budget of the template.
         parts: list[str] = []
         num_chars = 0
         try:
@@ -455,6 +457,8 @@ class ModelTemplate:
                 param="chat",
             ) from None
         finally:
+            if collects:
+                gc.enable()
             self._cpu_s = max(_DECAY * self._cpu_s, thread_time() - began)
         return text
 

@@ -1,5 +1,8 @@
 """Chat templates as constant markup around messages that never pass through them."""
 
+import gc
+from time import thread_time
+
 import pytest
 
 from parrot.protocol.errors import InvalidRequest
@@ -79,3 +82,23 @@ def test_templates_that_cannot_be_used(template: str) -> None:
 def test_broken_template() -> None:
     with pytest.raises(InvalidRequest):
         ModelTemplate("{% for")
+
+
+def test_a_garbage_collection_uses_no_budget_of_a_template() -> None:
+    """One of a large process takes longer than a template may."""
+
+    def collect_slowly(phase: str, info: dict[str, int]) -> None:
+        end = thread_time() + 0.01
+        while thread_time() < end:
+            pass
+
+    template = ModelTemplate("{% for n in range(200) %}{{ [n] }}{% endfor %}" + CHATML)
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(collect_slowly)
+    gc.set_threshold(1)
+    try:
+        assert template.render([{"role": "user", "content": "Hi"}]).endswith("assistant\n")
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(collect_slowly)
