@@ -142,6 +142,8 @@ class Histories(RuleBasedStateMachine):
             self.opened.add(context.id)
             self.book.finish_generation(context, length, None, SOURCE)
             self.book.unpin(context)
+            if context not in self.contexts():
+                return  # The server is too small for it.
             parent = context
 
     def usable(self) -> list[LedgerContext]:
