@@ -71,12 +71,11 @@ def bytes_of_matrices(
     shapes = _matrix_shapes(checkpoint, shard)
 
     def bytes_of_product(names: list[str]) -> float:
-        kept = [checkpoint.gpu_format(name) for name in names]
-        found = [x for x in kept if x is not None]
-        splits = any(shapes[name][1] % x.group for name, x in zip(names, found, strict=False))
-        if len(found) < len(kept) or splits:
+        found = [(checkpoint.gpu_format(name), shapes[name][1]) for name in names]
+        kept = [x for x, inputs in found if x is not None and inputs % x.group == 0]
+        if len(kept) < len(found):
             return dtype.itemsize
-        return code_bytes(reduce(CodeFormat.joined, found))
+        return code_bytes(reduce(CodeFormat.joined, kept))
 
     counts = [(names, sum(prod(shapes[name]) for name in names)) for names in products_of(shapes)]
     num_bytes = sum(bytes_of_product(names) * count for names, count in counts)
