@@ -11,8 +11,6 @@ import torch.nn.functional as F
 
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.fused import rope_and_store
-from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.products import (
     MeasuredRows,
     Rows,
@@ -29,6 +27,7 @@ from parrot.engine.models.fp8_weights import Fp8Weight
 from parrot.engine.models.fused_weights import Normed, Weight, rows_of
 from parrot.engine.models.layers import RMSNorm
 from tests.support.kernel_cases import relative_error, rms_norm_reference
+from tests.support.rotation import Rotation
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
@@ -203,32 +202,21 @@ def _numbers(x: Normed) -> torch.Tensor:
     ],
 )
 def test_qkv(num_rows: int, undivided: bool, make: Callable[..., Fp8Matrix]) -> None:
-    heads, kv_heads, dim, page = 4, 1, 64, 16
+    heads, kv_heads, dim = 4, 1, 64
     size = 256 if make is blocks else 40
-    shape = AttentionShape(heads, kv_heads, dim, page)
+    shape = AttentionShape(heads, kv_heads, dim, 16)
     generator = torch.Generator().manual_seed(num_rows)
     weight = make((heads + 2 * kv_heads) * dim, size, generator)
     x = torch.randn(num_rows, size, generator=generator)
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
     maxima = x.abs().view(num_rows, 2, -1).amax(2).view(torch.int32)
     read: Rows = UndividedRows(x, squares, 1e-5) if undivided else MeasuredRows(x, maxima)
-    positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
-    table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
-    tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
-    cos_sin = torch.rand(64, dim, generator=generator)
-
-    caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
-    kv = KVView(caches[0], caches[1], tables, positions)
-    q = few_rows_qkv(read, weight.codes, kv, table_rows, cos_sin, shape, scales=weight.scales)
+    rotation = Rotation(shape, num_rows, generator)
+    q = few_rows_qkv(read, weight.codes, *rotation.where, scales=weight.scales)
     if undivided:
         x = x * (squares.sum(1, keepdim=True) / size + 1e-5).rsqrt()
     qkv = numbers_of(x) @ weight.numbers().double().T
-    kv = KVView(caches[2], caches[3], tables, positions)
-    expected, _ = rope_and_store(qkv.float(), kv, table_rows, cos_sin, shape)
-    assert relative_error(q, expected.double()) < 1e-5
-    for ours, theirs in ((caches[0], caches[2]), (caches[1], caches[3])):
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
+    rotation.check(q, qkv)
 
 
 @pytest.mark.parametrize("blocked", [False, True])

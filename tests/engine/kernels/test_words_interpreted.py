@@ -12,8 +12,6 @@ import torch.nn.functional as F
 
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.fused import rope_and_store
-from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear import words_kernels
 from parrot.engine.kernels.linear.products import Rows, UndividedRows
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
@@ -29,6 +27,7 @@ from parrot.engine.models.packed import code_bytes
 from parrot.engine.models.words_linear import matrix_of, words_of
 from parrot.engine.models.words_weights import WordsWeight, words_product
 from tests.support.kernel_cases import relative_error, rms_norm_reference
+from tests.support.rotation import Rotation
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
@@ -260,8 +259,8 @@ def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int
     ],
 )
 def test_qkv(num_rows: int, undivided: bool, other: tuple[int, int, bool] | None) -> None:
-    heads, kv_heads, dim, page, size = 3, 1, 64, 16, 160
-    shape = AttentionShape(heads, kv_heads, dim, page)
+    heads, kv_heads, dim, size = 3, 1, 64, 160
+    shape = AttentionShape(heads, kv_heads, dim, 16)
     generator = torch.Generator().manual_seed(num_rows)
     whole = matrix((heads + 2 * kv_heads) * dim, size, generator)
     if other is not None:
@@ -273,25 +272,14 @@ def test_qkv(num_rows: int, undivided: bool, other: tuple[int, int, bool] | None
     x = torch.randn(num_rows, size, generator=generator)
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
     read: Rows = UndividedRows(x, squares, 1e-5) if undivided else x
-    positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
-    table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
-    tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
-    cos_sin = torch.rand(64, dim, generator=generator)
-
-    caches = [torch.full((13, kv_heads, page, dim), float("nan")) for _ in range(4)]
-    kv = KVView(caches[0], caches[1], tables, positions)
+    rotation = Rotation(shape, num_rows, generator)
     assert weight.can_rotate(shape, read)
-    q = weight.rotated(read, (kv, table_rows, cos_sin, shape))
+    q = weight.rotated(read, rotation.where)
     if undivided:
         x = x * (squares.sum(1, keepdim=True) / size + 1e-5).rsqrt()
     assert weight.bias is not None
     qkv = x.double() @ whole.numbers().double().T + weight.bias.double()
-    kv = KVView(caches[2], caches[3], tables, positions)
-    expected, _ = rope_and_store(qkv.float(), kv, table_rows, cos_sin, shape)
-    assert relative_error(q, expected.double()) < 1e-5
-    for ours, theirs in ((caches[0], caches[2]), (caches[1], caches[3])):
-        assert torch.equal(ours.isnan(), theirs.isnan())
-        assert relative_error(ours.nan_to_num(), theirs.nan_to_num().double()) < 1e-5
+    rotation.check(q, qkv)
 
 
 def test_products_with_few_programs_are_split() -> None:
