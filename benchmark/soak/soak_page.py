@@ -200,7 +200,8 @@ async def opened(cluster: Cluster, browser: Browser) -> AsyncIterator[Soak]:
 
 
 async def soak(cluster: Cluster, browser: Browser, seconds: float) -> dict[str, Any]:
-    """Rounds for so long, two at least, and what they found. Raises when an update was lost."""
+    """Runs rounds for `seconds`, and at least `_MIN_ROUNDS`. Returns their measurements. Raises if
+    an update was lost."""
     samples: list[dict[str, float]] = []
     began = time.monotonic()
     async with opened(cluster, browser) as open_page:

@@ -15,9 +15,9 @@ _NO_TABLES = (str, bytes, bytearray, array, tuple, type)
 
 
 def table_sizes(prefix: str = "parrot.") -> Counter[str]:
-    """The number of entries of every container that an object of these modules holds itself, added
-    up by class and attribute; and, without attribute, the objects of each class. What nobody can
-    reach any more is collected before."""
+    """Counts for all objects whose class is in a module with the prefix. The key "CLASS" counts the
+    objects of a class. The key "CLASS.ATTRIBUTE" counts the entries of the containers in that
+    attribute. Garbage is collected first."""
     gc.collect()
     found: Counter[str] = Counter()
     for one in gc.get_objects():

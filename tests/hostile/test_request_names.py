@@ -1,5 +1,5 @@
-"""Names and texts of requests are no paths, no addresses and no templates: no file is looked at, no
-code of them runs, and nobody is asked for what they name."""
+"""Parrot does not use names and texts of requests as paths, addresses, templates or code. It opens
+no file and no connection that they name."""
 
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence

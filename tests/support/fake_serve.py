@@ -1,11 +1,11 @@
-"""The real ServeCore with faults, over an engine that tells what prompt it was asked with.
+"""The real ServeCore with faults. Its engine writes the prompt into the output.
 
-An output gets the text "<PROMPT>", where PROMPT is everything before it. Prompts that begin with
-one of these words fare otherwise:
+The text of an output is "<PROMPT>", where PROMPT is the text before the output. Prompts that begin
+with one of these words have another result:
 
 - "fail": the engine fails;
-- "halfway": the output begins with "half" and goes no further;
-- "hang": the output stays empty for ever.
+- "halfway": the output is "half" and does not finish;
+- "hang": the output is empty and does not finish.
 
 The outputs of a native function get its source."""
 
@@ -77,7 +77,7 @@ class PromptTeller(FakeEngine):
 
 
 class SourceTeller:
-    """A sandbox that runs nothing."""
+    """A sandbox whose results are the source of the function. It does not run the function."""
 
     async def evaluate(self, call: NativeCall) -> Sequence[object]:
         return [call.source for _ in call.results]
@@ -86,14 +86,14 @@ class SourceTeller:
 
 
 class FakeServe:
-    """Public fields are what the program sent, for tests to look at. `errors`: answered, one after
-    the other, to the next requests of that name (see `_ROUTES`)."""
+    """The public fields record what the program sent. `errors`: the errors that the next requests
+    of a name receive, in this order. `_ROUTES` has the names."""
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything, for tests that share a server."""
+        """Clear all fields, for tests that share a server."""
         self.calls: list[SemanticCallRequest | NativeCallRequest] = []
         self.ended: list[int] = []
         self.reads: list[ReadLimits] = []
@@ -121,9 +121,9 @@ class FakeServe:
         if event.error is not None:
             self.withdrawn.set()
 
-    # What happens to requests on their way
-
     def disturbed(self, app: ASGIApp) -> ASGIApp:
+        """The app, with `errors` and without the timeouts that are ignored."""
+
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             errors = []
             if scope["type"] == "http":

@@ -1,4 +1,4 @@
-"""Tiny models in GGUF files, as llama.cpp's converter would write them."""
+"""Tiny models in GGUF files, in the format of llama.cpp's converter."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,20 +16,21 @@ Kind = gguf.GGMLQuantizationType
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-# Where super-blocks of 256 numbers have their float16 factors. The `gguf` package does not write
-# these types.
+# The byte offsets of the float16 factors in a super-block of 256 numbers. The `gguf` package does
+# not write these types.
 _SUPER_BLOCKS = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 
 
 def random_super_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    """The bytes [rows, row bytes] of a matrix of random codes, with numbers of about 0.2."""
+    """The bytes [rows, bytes per row] of a matrix of random codes, with numbers of about 0.2."""
     if kind not in _SUPER_BLOCKS:
         numbers = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
         return gguf.quantize(numbers, kind)
     rng, (_, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(256, size=(shape[0] * shape[1] // 256, size), dtype=np.uint8)
     for place in _SUPER_BLOCKS[kind]:
-        # The mean of codes of Q4_K times their scales is that of the offsets.
+        # These factors give the numbers of Q4_K a mean of about 0: the mean of scale times code is
+        # about the mean offset.
         factors = rng.uniform(0.5, 1.5, len(blocks)) * (0.0005 if place == 0 else 0.004)
         if kind is Kind.Q6_K:
             factors *= 0.05
@@ -44,10 +45,10 @@ def write_gguf(
     kind: Kind | Mapping[str, Kind] | None = None,
     sizes: Mapping[str, int] | None = None,
 ) -> Arrays:
-    """Returns the tensors that the file holds before they are quantised, under their Hugging Face
-    names and in their layout.
+    """Returns the tensors before they are quantised, with the names and layout of Hugging Face.
 
-    `kind`: the type of all matrices, or of those whose llama.cpp names contain a string."""
+    `kind`: the type of all matrices. A mapping gives the type of the matrices whose llama.cpp names
+    contain its key. Other tensors are not quantised."""
     own = SIZES | dict(sizes or {})
     config = TINY_CONFIGS[architecture] | own
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True}

@@ -1,16 +1,16 @@
-"""Programs of the system that some tests drive, and that not every machine has."""
+"""Finds programs of the system that some tests need. A machine may not have them."""
 
 import os
 import shutil
 
 import pytest
 
-_FOLDERS = "/usr/local/sbin:/usr/sbin"  # servers, which a user's PATH may not have
+_FOLDERS = "/usr/local/sbin:/usr/sbin"  # Of servers. The PATH of a user may not contain them.
 
 
 def program(package: str, *names: str) -> str:
-    """The path of the first of these that is here; skips the test if none is. `package`: what it is
-    in on Debian."""
+    """The path of the first of these programs that is installed. Skips the test if none is.
+    `package`: the package of Debian with the program."""
     path = f"{os.environ.get('PATH', '')}:{_FOLDERS}"
     for name in names:
         if (found := shutil.which(name, path=path)) is not None:
@@ -19,7 +19,7 @@ def program(package: str, *names: str) -> str:
 
 
 def chromium() -> str:
-    """The path of a Chromium; skips the test if there is none. The shell without windows, which is
-    preferred, takes half of the CPU time."""
+    """The path of a Chromium. Skips the test if none is installed. The shell without windows is
+    preferred, because it needs half of the CPU time."""
     names = ("chromium-headless-shell", "chromium", "google-chrome")
     return program("chromium-headless-shell", *names)

@@ -23,17 +23,17 @@ class SmallDisk:
         return found.f_bavail * found.f_frsize
 
     def fill(self, left_bytes: int = 0) -> None:
-        """Write a file until only this much is free. A second call lets it grow."""
+        """Write to a file until `left_bytes` are free. A second call appends to the file."""
         with self._filler.open("ab", buffering=0) as file:
             while (num_bytes := self.free_bytes() - left_bytes) > 0:
                 file.write(bytes(min(num_bytes, 2**20)))
 
     def free(self, num_bytes: int) -> None:
-        """Let that file shrink by this much."""
+        """Remove this many bytes from the end of that file."""
         os.truncate(self._filler, self._filler.stat().st_size - num_bytes)
 
     def grow(self, num_bytes: int) -> None:
-        """Let the disk have this size."""
+        """Set the size of the file system."""
         options = f"remount,size={num_bytes}"
         subprocess.run(["mount", "-o", options, self.folder], check=True)
 

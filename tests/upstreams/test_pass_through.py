@@ -1,5 +1,5 @@
-"""Requests that Parrot does not understand completely: a server behind it gets all of them, and a
-builtin engine rejects them. Over real HTTP, with a fake of the server."""
+"""Requests with parts that Parrot does not know. With an external server, the server receives the
+whole request. A builtin engine rejects the request. The tests use HTTP and a fake server."""
 
 import asyncio
 from base64 import b64decode
