@@ -28,6 +28,7 @@ from parrot.utils.tasks import TaskSet
 from parrot.utils.traceparent import TraceParent
 
 _MAX_SSE_EVENT = 64 * 2**20  # Bytes of one server-sent event.
+_MAX_RETRY_AFTER_S = 1e9  # Longer waits of a server, also infinite ones, are shortened to it.
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -213,20 +214,20 @@ def own_error(payload: Any, status: int, headers: Mapping[str, str]) -> ParrotEr
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds from the header `retry-after-ms`, or `retry-after` in seconds or as a date."""
+    """Seconds from the header `retry-after-ms`, or `retry-after` in seconds or as a date, from 0 to
+    `_MAX_RETRY_AFTER_S`. None: there is no such header, or it is invalid."""
     try:
         if (millis := headers.get("retry-after-ms")) is not None:
-            return max(0.0, float(millis) / 1000)
-        given = headers.get("retry-after")
-        if given is None:
-            return None
-        if given.replace(".", "", 1).isdigit():
-            return float(given)
-        from email.utils import parsedate_to_datetime
+            wait_s = float(millis) / 1000
+        elif (given := headers.get("retry-after", "")).replace(".", "", 1).isdigit():
+            wait_s = float(given)
+        else:
+            from email.utils import parsedate_to_datetime
 
-        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
-    except ValueError:
+            wait_s = parsedate_to_datetime(given).timestamp() - time.time()
+    except (ValueError, OverflowError):
         return None
+    return max(0.0, min(wait_s, _MAX_RETRY_AFTER_S))
 
 
 def decode_answer(

@@ -53,7 +53,6 @@ from parrot.utils.config import ConfigError
 _MAX_MESSAGE = 500  # Characters of a server's message that are kept.
 _MAX_NAME = 256  # Characters of a server's `param` or `code` that are kept.
 _MAX_WAIT_S = 60.0  # A request whose server asks for a longer wait is not repeated.
-_MAX_TOLD_WAIT_S = 1e9  # Longer waits, also infinite ones, are shortened to it.
 _TOO_LONG_CODES = frozenset({"context_length_exceeded", "exceed_context_size_error"})
 _TOO_LONG_WORDS = ("context length", "context window", "context size", "maximum context")
 _OVERLOADED = frozenset({429, 503, 529})
@@ -139,11 +138,8 @@ class ErrorTranslator:
         if names & _NO_CREDIT:
             return EngineFailed(f"the account at {self._server} has no credit: {message}")
         if status in _OVERLOADED:
-            wait_s = retry_after_s(headers)
-            return Overloaded(
-                f"the server {self._server} is overloaded (HTTP {status}): {message}",
-                retry_after_s=wait_s and min(wait_s, _MAX_TOLD_WAIT_S),
-            )
+            text = f"the server {self._server} is overloaded (HTTP {status}): {message}"
+            return Overloaded(text, retry_after_s=retry_after_s(headers))
         if status in (400, 413, 422):
             return self._refused(names, message, details)
         text = f"the server {self._server} answered HTTP {status}: {message}"

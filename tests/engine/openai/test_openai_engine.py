@@ -432,6 +432,7 @@ FAULTS: list[tuple[Fault, type[ParrotError], int]] = [
     (Fault(503, None, {"retry-after-ms": "5"}), QuotaExceeded, 3),
     (Fault(503, None, {"retry-after": "soon"}), QuotaExceeded, 3),
     (Fault(503, None, {"retry-after": "9" * 400}), QuotaExceeded, 1),
+    (Fault(503, None, {"retry-after": f"Wed, 21 Oct {10**20} 07:28:00 GMT"}), QuotaExceeded, 3),
     (error(500), EngineFailed, 3),
     (Fault(500, None, {"x-should-retry": "false"}), EngineFailed, 1),
 ]
