@@ -9,7 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -35,6 +35,17 @@ _PORTS = {"http": 80, "https": 443}
 
 OnEvent = Callable[[bytes], bool]
 """Receives the data of an event. Returns whether the answer is complete."""
+
+
+class Origin(NamedTuple):
+    """The request of a client for which a request is sent to the server."""
+
+    traceparent: str = ""  # The parent span. Ignored if invalid.
+    request_id: str = ""
+    bearer: str | None = None  # Replaces the token of the connections.
+
+
+_NO_CLIENT = Origin()
 
 
 class Reply:
@@ -329,33 +340,18 @@ class ServerConnections:
         for connection in list(self._open):
             connection.abort()
 
-    async def post(
-        self,
-        path: str,
-        body: Any,
-        *,
-        traceparent: str = "",
-        request_id: str = "",
-        bearer: str | None = None,
-    ) -> Any:
+    async def post(self, path: str, body: Any, origin: Origin = _NO_CLIENT) -> Any:
         """Send a request and return the decoded JSON answer."""
-        reply = await self._send(path, body, None, traceparent, request_id, bearer)
+        reply = await self._send(path, body, None, origin)
         await reply.end()
         return self.decode(reply)
 
     async def stream(
-        self,
-        path: str,
-        body: Any,
-        on_event: OnEvent,
-        *,
-        traceparent: str = "",
-        request_id: str = "",
-        bearer: str | None = None,
+        self, path: str, body: Any, on_event: OnEvent, origin: Origin = _NO_CLIENT
     ) -> Reply:
         """Send a request and wait for its first event. `on_event` receives all events. An error of
         `on_event` fails the answer. The caller must `end` or `cancel` the answer."""
-        reply = await self._send(path, body, on_event, traceparent, request_id, bearer)
+        reply = await self._send(path, body, on_event, origin)
         await reply.first()
         return reply
 
@@ -389,26 +385,19 @@ class ServerConnections:
             rest_s = self._idle[0].idle_since - oldest
             self._sweep = loop.call_later(rest_s, self._close_idle)
 
-    async def _send(
-        self,
-        path: str,
-        body: Any,
-        on_event: OnEvent | None,
-        traceparent: str,
-        request_id: str,
-        bearer: str | None,
-    ) -> Reply:
+    async def _send(self, path: str, body: Any, on_event: OnEvent | None, origin: Origin) -> Reply:
         raw = encode_body(body) or b""
         target = f"{self._path}{path}{self._query}"
         head = f"POST {target} HTTP/1.1\r\n{self._head}Content-Length: {len(raw)}\r\n"
-        if (token := bearer or self._bearer) is not None:
+        if (token := origin.bearer or self._bearer) is not None:
             if not (token.isascii() and token.isprintable()):
                 raise InvalidRequest("the API key cannot be sent in a header")
             head += f"Authorization: Bearer {token}\r\n"
-        if traceparent and (span := TraceParent.parse(traceparent)) is not None:
+        given = origin.traceparent
+        if given and (span := TraceParent.parse(given)) is not None:
             head += f"traceparent: {span}\r\n"
-        if request_id:
-            head += f"X-Request-Id: {request_id}\r\n"
+        if origin.request_id:
+            head += f"X-Request-Id: {origin.request_id}\r\n"
         connection = self._take_idle() or await self._connect()
         return connection.send(f"{head}\r\n".encode("latin-1"), raw, on_event)
 

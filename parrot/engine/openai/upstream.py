@@ -14,7 +14,7 @@ import orjson
 import stamina
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.connections import Reply, ServerConnections
+from parrot.engine.openai.connections import Origin, Reply, ServerConnections
 from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, LoadMetrics
 from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import (
@@ -456,9 +456,7 @@ class Upstream:
                 lambda question: self._calls.post(
                     self._path(question),
                     self._body(question),
-                    traceparent=question.traceparent,
-                    request_id=request_id,
-                    bearer=self._bearer(question.client_key),
+                    self._origin(question, request_id),
                 ),
                 backoff,
             )
@@ -490,9 +488,7 @@ class Upstream:
                 self._path(question),
                 self._body(question, stream=True),
                 on_event,
-                traceparent=question.traceparent,
-                request_id=request_id,
-                bearer=self._bearer(question.client_key),
+                self._origin(question, request_id),
             )
 
         try:
@@ -556,13 +552,8 @@ class Upstream:
         async def ask() -> Any:
             unique = self._ids.claim(self._id_to_pass(request_id))
             try:
-                return await self._calls.post(
-                    "/embeddings",
-                    body,
-                    traceparent=traceparent,
-                    request_id=unique,
-                    bearer=self._bearer(client_key),
-                )
+                origin = Origin(traceparent, unique, self._bearer(client_key))
+                return await self._calls.post("/embeddings", body, origin)
             except EngineFailed as error:
                 raise refused_embedding(error) from None
             finally:
@@ -592,6 +583,9 @@ class Upstream:
         answer = await self.complete(question)
         num_tokens = answer.usage.prompt_tokens if answer.usage is not None else 0
         return prompt_logprobs(answer.logprobs, num_tokens, num_top), num_tokens
+
+    def _origin(self, question: Question, request_id: str) -> Origin:
+        return Origin(question.traceparent, request_id, self._bearer(question.client_key))
 
     def _bearer(self, client_key: str) -> str | None:
         """The client's key, if the server gets it. None: the configured key, if any."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.openai.connections import OnEvent, ServerConnections, _Connection
+from parrot.engine.openai.connections import OnEvent, Origin, ServerConnections, _Connection
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,
@@ -108,7 +108,8 @@ async def test_requests_share_a_connection() -> None:
     server = Scripted([JSON_ANSWER], [JSON_ANSWER[:30], JSON_ANSWER[30:]])
     async with connected(server) as connections:
         assert await connections.post("/x", {"b": "c"}) == {"a": 1}
-        assert await connections.post("/x", {}, request_id="r", bearer="other") == {"a": 1}
+        origin = Origin(request_id="r", bearer="other")
+        assert await connections.post("/x", {}, origin) == {"a": 1}
     assert server.num_connections == 1
     first, second = (head.split(b"\r\n") for head in server.heads)
     assert first[0] == b"POST /v1/x?v=1 HTTP/1.1"
