@@ -29,7 +29,7 @@ async def test_nothing_is_left_of_what_it_has_served_before(
 
     async def take_turn(config: CoreConfig, address: str, front: Front) -> None:
         assert all(one() is None for one in served)
-        if len(served) == 3:
+        if served:
             raise NoMore
         served.append(weakref.ref(Served()))
         gc.freeze()  # like the objects that a journal has restored
@@ -39,4 +39,6 @@ async def test_nothing_is_left_of_what_it_has_served_before(
     config = CoreConfig()
     with pytest.raises(NoMore):
         await standby._take_turns(config, "", Front(config))
-    assert gc.get_freeze_count() == 0
+    is_frozen = gc.get_freeze_count() > 0
+    gc.freeze()  # Collections skip the objects of other tests again.
+    assert not is_frozen

@@ -354,13 +354,13 @@ def run_and_fail_a_chain(length: int) -> SessionGraph:
     return graph
 
 
-def test_ten_thousand_calls_in_a_chain_run_fail_and_close() -> None:
+def test_three_thousand_calls_in_a_chain_run_fail_and_close() -> None:
     """Walks and errors use no recursion."""
-    graph = run_and_fail_a_chain(10_000)
+    graph = run_and_fail_a_chain(3000)
     graph.check_integrity()
     graph.calls.clear()
     graph.variables.clear()
-    gc.collect()  # A chain of 10,000 error causes is freed without recursion.
+    gc.collect()  # A chain of 3,000 error causes is freed without recursion.
 
 
 def test_a_chain_is_not_quadratic() -> None:
