@@ -2,7 +2,6 @@
 
 from itertools import pairwise
 
-import networkx as nx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +46,8 @@ def test_what_every_layout_holds(graph: tuple[list[int], Edges]) -> None:
 
 @given(graphs())
 def test_a_column_is_the_longest_path_to_the_node(graph: tuple[list[int], Edges]) -> None:
+    import networkx as nx
+
     nodes, edges = graph
     oracle = nx.DiGraph(edges)
     oracle.add_nodes_from(nodes)

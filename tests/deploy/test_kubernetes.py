@@ -1,10 +1,12 @@
 """The manifests: valid, of one piece, and what they run does run."""
 
+import copy
 import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,15 @@ SECRETS = {"cluster_token": "secret-of-the-cluster"}
 Document = dict[str, Any]
 
 
-def documents(folder: Path = FOLDER) -> Iterator[Document]:
-    for name in yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]:
-        if (folder / name).is_file():
-            yield from yaml.safe_load_all((folder / name).read_text())
+def documents(folder: Path = FOLDER) -> list[Document]:
+    return copy.deepcopy(_documents(folder))
+
+
+@cache
+def _documents(folder: Path) -> list[Document]:
+    names = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    texts = [(folder / name).read_text() for name in names if (folder / name).is_file()]
+    return [document for text in texts for document in yaml.safe_load_all(text)]
 
 
 def of_kind(kind: str, among: Iterable[Document] | None = None) -> dict[str, Document]:
@@ -50,9 +57,7 @@ def labels_match(selector: Mapping[str, str], workload: Document) -> bool:
     return selector.items() <= workload["spec"]["template"]["metadata"]["labels"].items()
 
 
-@pytest.mark.parametrize(
-    "document", list(documents()), ids=lambda d: f"{d['kind']} {d['metadata']}"
-)
+@pytest.mark.parametrize("document", documents(), ids=lambda d: f"{d['kind']} {d['metadata']}")
 def test_each_document_is_valid(document: Document) -> None:
     kubernetes_validate.validate(document, VERSION, strict=True)
 
@@ -138,7 +143,7 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     kinds = {document["kind"] for document in built}
     assert {"StatefulSet", "NetworkPolicy", "ScaledObject", "InferencePool"} <= kinds
     own = [document for name in components for document in documents(FOLDER / name)]
-    assert len(built) == len(list(documents())) + len(own)
+    assert len(built) == len(documents()) + len(own)
     for document in built:
         if document["kind"] != "Namespace":
             assert document["metadata"]["namespace"] == "elsewhere", document["metadata"]

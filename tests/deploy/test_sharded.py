@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -58,7 +59,12 @@ def aims_at(target: dict[str, str], document: Document) -> bool:
 
 def sharded() -> list[Document]:
     """What Kustomize makes of the whole with the component, but for names of images."""
-    found = [copy.deepcopy(d) for folder in (FOLDER, COMPONENT) for d in documents(folder)]
+    return copy.deepcopy(_sharded())
+
+
+@cache
+def _sharded() -> list[Document]:
+    found = documents(FOLDER) + documents(COMPONENT)
     for patch in yaml.safe_load((COMPONENT / "kustomization.yaml").read_text())["patches"]:
         aimed = [document for document in found if aims_at(patch["target"], document)]
         assert aimed, patch["target"]

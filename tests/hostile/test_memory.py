@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 
 import pytest
 
@@ -32,8 +31,7 @@ def vendor(name: str) -> Callable[[Attacked], None]:
 
 def text(name: str) -> Callable[[Attacked], None]:
     path, payload = TEXTS[name]
-    raw = packed(payload).replace(b'"max_tokens": 2, ', b"")
-    return partial(send, path, raw)
+    return lambda server: send(path, packed(payload).replace(b'"max_tokens": 2, ', b""), server)
 
 
 class Session:
