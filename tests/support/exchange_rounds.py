@@ -5,7 +5,9 @@ What a rank contributes is drawn from a seed that all ranks know, so nobody need
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -45,10 +47,12 @@ class Round:
         assert difference.abs().max() < (1e-3 if is_exact else 0.3)
 
 
-def run_ranks(module: str, size: int, *arguments: str) -> None:
+def run_ranks(
+    module: str, size: int, *arguments: str, start: Callable[[list[str]], Any] = subprocess.Popen
+) -> None:
     """Run a module once for each rank, whose number is its last argument. All must succeed."""
     command = [sys.executable, "-m", module, *arguments]
-    ranks = [subprocess.Popen([*command, str(rank)]) for rank in range(size)]
+    ranks = [start([*command, str(rank)]) for rank in range(size)]
     try:
         assert [rank.wait(100) for rank in ranks] == [0] * size
     finally:

@@ -5,7 +5,6 @@ mapped files are in that of memory which devices share, and all streams are one.
 
 import json
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -35,6 +34,7 @@ from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.steps import StepReader
 from parrot.engine.runner.ranks.unit import Unit
 from parrot.protocol.sampling import SamplingConfig
+from tests.support.forked_modules import ForkedModule
 from tests.support.immediate_streams import immediate_streams
 from tests.support.kernel_cases import SHARE_ALL
 from tests.support.mapped_memory import FEW_ROWS, for_the_interpreter, mapped_exchanges
@@ -135,9 +135,8 @@ def divided(folder: Path, store: Path, *options: str) -> Iterator[CudaRunner]:
     link, other = Link.pair()
     arguments = [str(folder), str(store), str(other.fileno()), *options]
     with other:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, *arguments], pass_fds=[other.fileno()]
-        )
+        command = [sys.executable, "-m", __name__, *arguments]
+        process = ForkedModule(command, pass_fds=[other.fileno()])
     group = join(0, store)
     unit = Unit(group, [link], with_tables=False)
     try:

@@ -14,6 +14,7 @@ import torch
 
 from parrot.engine.kernels.ranks.memory import MemoryLayout
 from tests.support.exchange_rounds import run_ranks, run_rounds
+from tests.support.forked_modules import ForkedModule
 from tests.support.mapped_memory import (
     FEW_ROWS,
     for_the_interpreter,
@@ -37,7 +38,7 @@ def _quickly() -> Iterator[None]:
 
 def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
     """Also after a day of decodes, when a turn has more than 31 bits."""
-    run_ranks(__name__, SIZE, str(tmp_path))
+    run_ranks(__name__, SIZE, str(tmp_path), start=ForkedModule)
 
 
 def test_a_rank_that_nobody_answers_is_released_without_the_device(

@@ -29,6 +29,7 @@ from parrot.engine.service import RunnerService, ServiceState
 from parrot.protocol.engine_api import GenerateRequest, ScoreRequest, ScoreResponse
 from parrot.protocol.errors import Unavailable
 from parrot.utils.config import ConfigError
+from tests.support import forked_modules
 from tests.support.processes import LOOPBACK, children, needs_proc, own_addresses
 from tests.support.rank_threads import on_ranks
 from tests.support.runner_driver import Driver
@@ -62,6 +63,11 @@ def config(folder: Path, ranks: int, **instance: Any) -> BuiltinConfig:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "model", overrides=SIZES)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "subprocess", forked_modules.instead_of_subprocess())
 
 
 @asynccontextmanager
@@ -128,6 +134,7 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
     assert {*children(os.getpid())} == before
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_two_processes_have_the_same_window_slots(tmp_path: Path, family: str) -> None:
     """With so few slots that windows are lost, copied to CPU memory and loaded again."""
@@ -144,16 +151,16 @@ async def test_two_processes_have_the_same_window_slots(tmp_path: Path, family: 
         assert divided.runtime_info().host_tier.stored_bytes > 0
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
     """What rank 0 waits for ends with it."""
-    before = {*children(os.getpid())}
     runner = load_runner(config(folder, 2)).runner
     driver = Driver(runner)
     driver.generate([driver.context([1, 2])], 2)
     assert isinstance(runner, ModelRunner)
     assert runner._unit is not None
     runner._unit._patience_s = 1.0
-    (rank,) = {*children(os.getpid())} - before
+    (rank,) = forked_modules.running()
     os.kill(rank, signal.SIGSTOP)
     rescue = threading.Timer(60, os.kill, (rank, signal.SIGKILL))  # or it would outlive this test
     rescue.start()
@@ -161,16 +168,17 @@ def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
         driver.generate([driver.context([1, 2])], 2)
     rescue.cancel()
     runner.close()
-    assert {*children(os.getpid())} == before
+    assert not forked_modules.running()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -> None:
-    before = children(os.getpid())
     with pytest.raises(ConfigError, match="which 3 ranks cannot divide among them; set it to 1, 2"):
         load_runner(config(folder, 3))
-    assert children(os.getpid()) == before
+    assert not forked_modules.running()
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> None:
     layout = KVLayout.of(open_checkpoint(str(folder)).spec, 16, torch.float32)
     runner = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB)).runner
@@ -196,15 +204,15 @@ LAYOUT, CPU = (
 )
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_devices_of_different_kinds_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They might choose different kernels and graphs, and then wait for each other for ever."""
-    before = children(os.getpid())
     monkeypatch.setattr(processes, "device_kind", lambda _: "another")  # of this process's rank
     with pytest.raises(ConfigError, match="rank 0 has another, rank 1 cpu"):
         load_runner(config(folder, 2))
-    assert children(os.getpid()) == before
+    assert not forked_modules.running()
 
 
 def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
@@ -250,6 +258,7 @@ def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
     assert agreed(None) == [5, 5, 5]
 
 
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
 def test_three_processes_make_what_one_does(tmp_path: Path) -> None:
     """As the embedded model's heads can be divided."""

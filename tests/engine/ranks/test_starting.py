@@ -16,8 +16,8 @@ from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import group, processes, unit
 from parrot.engine.runner.ranks.group import Link, RankGroup
 from parrot.engine.runner.ranks.unit import Unit
-from tests.support import stopped_rank
-from tests.support.processes import children, needs_proc
+from tests.support import forked_modules, stopped_rank
+from tests.support.processes import needs_proc
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.timeout(120), needs_proc]
@@ -29,6 +29,7 @@ PATIENCE = timedelta(seconds=5)
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinConfig:
     """Of an engine whose other rank halts, and is waited for for some seconds."""
     monkeypatch.setattr(processes, "_MODULE", stopped_rank.__name__)
+    monkeypatch.setattr(processes, "subprocess", forked_modules.instead_of_subprocess())
     monkeypatch.setattr(unit, "START_PATIENCE", PATIENCE)
     monkeypatch.setattr(group, "BACKEND_TIMEOUT", 2 * PATIENCE)
     folder = make_tiny_model(tmp_path / "model", overrides=SIZES)
@@ -40,12 +41,11 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinConfig:
 
 def start(config: BuiltinConfig, monkeypatch: pytest.MonkeyPatch, at: str, by: str) -> str:
     """Why it could not be started."""
-    before = children(os.getpid())
     monkeypatch.setenv(stopped_rank.HALTS_AT, at)
     monkeypatch.setenv(stopped_rank.HALTS_BY, by)
     with pytest.raises(DeviceLost) as caught:
         load_runner(config)
-    assert children(os.getpid()) == before
+    assert not forked_modules.running()
     return str(caught.value)
 
 
