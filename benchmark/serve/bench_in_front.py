@@ -9,7 +9,7 @@ directly, in turns. `--idle-s` is the time between two requests, in which caches
   ttft_ms       milliseconds to the first token, median, and what ServeCore and the proxy add
   long_ttft_ms  the same for prompts of 400,000 letters, about 100,000 tokens
   cpu_ms        milliseconds of ServeCore's CPU per request with 1 token, and per further token;
-                `chunks` are 1,000 tokens of 256 streams at a time
+                `chunks` are 1,000 tokens of `--streams` streams at a time
 """
 
 import argparse
@@ -34,7 +34,6 @@ from parrot.cluster import Cluster
 from parrot.cluster.ports import free_port
 
 PROMPT_LETTERS, LONG_LETTERS = 4000, 400_000
-NUM_STREAMS = 256
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
@@ -135,8 +134,8 @@ async def measure_api(
         long = await ttft(http, api, urls, max(5, num // 10), args.idle_s, LONG_LETTERS)
         one = await cpu(http, api, core, pid, num, 1)
         many = await cpu(http, api, core, pid, num, 65)
-        few_of_all = await cpu(http, api, core, pid, num, 1, NUM_STREAMS)
-        many_of_all = await cpu(http, api, core, pid, num, 65, NUM_STREAMS)
+        few_of_all = await cpu(http, api, core, pid, num, 1, args.streams)
+        many_of_all = await cpu(http, api, core, pid, num, 65, args.streams)
     figures = {
         "request": round(one, 3),
         "token": round((many - one) / 64, 4),
@@ -148,6 +147,7 @@ async def measure_api(
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200, help="per figure")
     parser.add_argument("--idle-s", type=float, default=0.0, help="before each request")
+    parser.add_argument("--streams", type=int, default=256, help="at a time, for `chunks`")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -42,7 +42,7 @@ TINY = {
     ],
     "bench_journal": ["--calls 4 --submits 2 --turns 2 --concurrency 2 --sessions 3"],
     "bench_front_door": ["--tokens 200 --new 50 --turns 2 --warm-up 1"],
-    "bench_in_front": ["--requests 32"],
+    "bench_in_front": ["--requests 4 --streams 4"],
     "bench_telemetry": [
         "--counted 20 --sessions 2 --concurrency 2 --turns 2 --scraped-turns 2 --step-s 0.001"
     ],
