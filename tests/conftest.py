@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hypothesis
@@ -67,6 +68,16 @@ def warm_servers() -> Iterator[WarmServers]:
         patch.setattr("parrot.cluster.process.subprocess", instead)
         yield servers
     servers.close()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def frozen_objects() -> Iterator[None]:
+    """Collectors of servers in this process leave the objects that `pytest_collection` has frozen.
+    To visit all objects of a worker takes 0.4 s, and a collector does so whenever it starts."""
+    leaving = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("parrot.utils.collector.gc", leaving)
+        yield
 
 
 @pytest.fixture(scope="session")

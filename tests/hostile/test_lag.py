@@ -1,7 +1,6 @@
 """No request of any size stops ServeCore's event loop for long."""
 
 import asyncio
-import gc
 import http.client
 import json
 import threading
@@ -120,7 +119,6 @@ def server() -> Iterator[Server]:
         ]
         yield Server(url, watch)
     patch.undo()
-    gc.freeze()  # The collector has unfrozen what was imported for all tests.
 
 
 OTHERS = ("objects", "most turns", "long turns", "parts")  # where these are read differently

@@ -12,7 +12,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -138,8 +138,6 @@ async def test_who_lets_in_whoever_connects_is_told(
     async def nothing(server: object) -> None: ...
 
     monkeypatch.setattr("parrot.server.http_server.AppServer.serve", nothing)
-    # Each visit of all objects of the tests takes 0.4 s.
-    monkeypatch.setattr("parrot.server.http_server.bounded_collections", nullcontext)
     for host in ("127.0.0.1", "localhost", "::1"):
         await serve(CoreConfig(host=host))
     await serve(CoreConfig(host="0.0.0.0", api_keys=("k" * 16,), cluster_token="t"))

@@ -36,6 +36,7 @@ async def test_nothing_is_left_of_what_it_has_served_before(
         await asyncio.sleep(0)
 
     monkeypatch.setattr(standby, "_take_turn", take_turn)
+    monkeypatch.setattr("parrot.utils.collector.gc", gc)
     config = CoreConfig()
     with pytest.raises(NoMore):
         await standby._take_turns(config, "", Front(config))

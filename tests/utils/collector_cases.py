@@ -75,6 +75,12 @@ class World:
         return weakref.ref(node)
 
 
+@pytest.fixture(autouse=True)
+def unfreezing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike collectors in the process of all tests."""
+    monkeypatch.setattr("parrot.utils.collector.gc", gc)
+
+
 @pytest.fixture
 def world() -> Iterator[World]:
     world = World()
