@@ -6,8 +6,8 @@
 The products are those of one of the ranks that a model is divided among. Weights are not in L2, and
 a product starts while the one before ends, as in a step. Candidates are compiled by as many
 processes as there are cores; only one is timed at a time. `splits`: parts of the inputs, which the
-ranks' sum adds up; 0 stands for cuBLAS. With `--e4m3` the weights are in e4m3, and the largest
-number of each row is known. Floors: the weights once, at the copy rate of an H200."""
+ranks' sum adds up; 0 stands for cuBLAS. With `--e4m3` the weights are in e4m3, and so are
+rows for the tensor core. Floors: the weights once, at the copy rate of an H200."""
 
 import argparse
 import multiprocessing
@@ -28,7 +28,8 @@ from benchmark.kernels.layers import MODELS, Model
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.kernels.linear import tiles
-from parrot.engine.kernels.linear.products import MeasuredRows, Rows, few_rows_linear
+from parrot.engine.kernels.linear.products import Rows, few_rows_linear
+from parrot.engine.kernels.row_codes import row_codes
 
 ALL = {**MODELS, "Llama-3.1-70B": Model(8192, 80, 64, 8, 28672, 128256)}
 SHARED_BYTES = 225 << 10
@@ -47,11 +48,12 @@ PLAIN: Sequence[Tile] = [
 E4M3: Sequence[Tile] = [
     *((16, 512, 4, 2), (32, 256, 6, 4), (64, 128, 6, 4), (64, 128, 8, 4), (64, 256, 4, 4)),
     *((64, 256, 6, 4), (64, 256, 8, 4), (64, 512, 3, 4), (64, 512, 4, 4), (128, 128, 4, 4)),
-    *((128, 128, 6, 4), (128, 128, 6, 8), (128, 256, 4, 8)),
+    *((128, 128, 6, 4), (128, 128, 6, 8), (128, 256, 3, 8), (128, 256, 4, 8), (32, 512, 4, 4)),
 ]
 E4M3_SILU: Sequence[Tile] = [
     *((64, 128, 4, 4), (64, 128, 6, 4), (64, 256, 3, 4), (64, 256, 4, 4)),
-    *((128, 128, 4, 4), (128, 128, 4, 8), (128, 256, 2, 8), (128, 256, 3, 8)),
+    *((64, 128, 8, 4), (64, 256, 5, 4), (128, 128, 4, 4), (128, 128, 4, 8), (128, 128, 6, 8)),
+    *((128, 256, 2, 8), (128, 256, 3, 8)),
 ]
 SILU: Sequence[Tile] = [
     *((32, 64, 6, 4), (32, 128, 4, 4), (32, 128, 5, 4), (64, 64, 4, 4), (64, 64, 6, 4)),
@@ -93,7 +95,7 @@ class Candidate:
             num_bytes = weight_rows * next_power_of_2(self.product.inputs) * self.item_size
             registers = num_bytes / 4 / (32 * warps)
             return self.splits == self.rows == 1 and registers <= MAX_REGISTERS
-        row_bytes = weight_rows * self.item_size + 2 * max(16, self.rows)
+        row_bytes = self.item_size * (weight_rows + max(16, self.rows))
         is_even = self.product.inputs % (self.splits * columns) == 0
         return is_even and stages * row_bytes * columns <= SHARED_BYTES
 
@@ -107,8 +109,7 @@ class Candidate:
 
     def x(self) -> Rows:
         rows = normal(self.rows, self.product.inputs)
-        maxima = rows.float().view(self.rows, 64, -1).abs().amax(2).view(torch.int32)
-        return MeasuredRows(rows, maxima) if self.e4m3 else rows
+        return row_codes(rows) if self.e4m3 and self.tile[2] else rows
 
     def run(self, x: Rows, weights: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         outputs, columns, stages, warps = self.tile
@@ -119,7 +120,7 @@ class Candidate:
         tile["num_warps"] = warps
         kind = "matrix_tile" if stages else "row_tile"
         with (
-            patch.object(tiles.Product, kind, lambda _: dict(tile)),
+            patch.object(tiles.Product, kind, lambda *_, **__: dict(tile)),
             patch.object(tiles.Product, "is_row", not stages),
         ):
             scales = self._scales() if self.e4m3 else None
@@ -172,7 +173,7 @@ def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
     num_bytes = first.item_size * product.weight_shape[0] * product.inputs
     weights = [first.weight() for _ in range(max(4, L2_BYTES // num_bytes))]
     weights = (weights * LAUNCHES)[:LAUNCHES]
-    x, plain = first.x(), normal(rows, product.inputs)
+    plain = normal(rows, product.inputs)
     row = {"product": product.name, "rows": rows, "floor_us": num_bytes / MEMORY_RATE * 1e6}
 
     def cublas() -> None:
@@ -182,7 +183,7 @@ def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
     if not first.e4m3:
         yield row | {"tile": None, "splits": 0, "us": time_graph(cublas, per_run=LAUNCHES)}
     for candidate in found:
-        call = partial(candidate.run, x, weights, candidate.out())
+        call = partial(candidate.run, candidate.x(), weights, candidate.out())
         us = time_graph(call, replays=5, per_run=LAUNCHES)
         yield row | {"tile": list(candidate.tile), "splits": candidate.splits, "us": us}
 

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 import torch
 import torch.nn.functional as F
 
-from parrot.engine.kernels.linear.products import few_rows_linear, measured_rows
+from parrot.engine.kernels.linear.products import coded_rows, few_rows_linear
 from parrot.engine.kernels.row_codes import CodedRows
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
 from parrot.engine.models.fp8_weights import Fp8Weight
@@ -57,7 +57,7 @@ def test_products(
     assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected, inputs)
     if rows <= 64:
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
-        read = measured_rows(x, weight.codes, weight.scales, outputs)
+        read = coded_rows(x, weight.codes, weight.scales, outputs)
         few_rows_linear(read, weight.codes, out, scales=weight.scales)
         assert_close(out, expected, inputs)
 

@@ -69,15 +69,8 @@ def float8_of(x):
 
 
 @triton.jit
-def measured(row, CODES: tl.constexpr):
-    """CODES: a row in e4m3 and its power of two. Else: the row, and its largest number's bits."""
+def coded(row):
+    """A row in e4m3, and its power of two."""
     wide = row.to(tl.float32)
-    largest = tl.max(bits_of(wide), 0)
-    if CODES:
-        exponent = exponent_of(largest)
-        found = float8_of(wide * inverse_of(exponent))
-        power = power_of(exponent)
-    else:
-        found = row
-        power = largest
-    return found, power
+    exponent = exponent_of(tl.max(bits_of(wide), 0))
+    return float8_of(wide * inverse_of(exponent)), power_of(exponent)

@@ -31,8 +31,7 @@ def add_rms_norm(
     `weight` is [size], all other tensors are [tokens, size]. `x` may be a slice of wider rows, or
     parts [parts, tokens, size] whose sum is x. Sums are computed in float32.
 
-    `powers` [tokens, 1] is another output. int32: the bits of the largest absolute values of out.
-    float32: out is in e4m3, and these are its factors."""
+    `powers` float32 [tokens, 1]: out is in e4m3, and these are its factors, an output."""
     size, parts = weight.shape[0], 1 if x.dim() == 2 else len(x)
     assert x.shape[-2:] == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
     assert x.shape[-1] == size
@@ -40,7 +39,7 @@ def add_rms_norm(
     assert residual.is_contiguous()
     assert out.is_contiguous()
     codes = out.dtype == torch.float8_e4m3fn
-    assert not codes or (powers is not None and powers.dtype == torch.float32)
+    assert codes == (powers is not None), out.dtype
     block = triton.next_power_of_2(size)
     add_rms_norm_kernel[(len(residual),)](
         x,
@@ -55,7 +54,6 @@ def add_rms_norm(
         BLOCK=block,
         ADD=add,
         PARTS=parts,
-        MEASURE=powers is not None and not codes,
         CODES=codes,
         num_warps=min(max(block // 1024, 1), 8),
         **early_launch(parts > 1 and starts_early(residual.device)),

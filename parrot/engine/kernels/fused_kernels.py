@@ -7,10 +7,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from parrot.engine.kernels.e4m3 import (
     bits_of,
+    coded,
     codes_of,
     exponent_of,
     inverse_of,
-    measured,
     power_of,
 )
 from parrot.engine.kernels.quantised_kernels import numbers_of
@@ -30,14 +30,12 @@ def add_rms_norm_kernel(
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
-    MEASURE: tl.constexpr,
     CODES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row): residual += x (without ADD: = x), out = rms_norm(residual) * weight.
 
     PARTS      x is the sum of PARTS tensors
-    MEASURE    powers [rows] are the bits of each row's largest number
     CODES      out is in e4m3, and powers [rows] are its factors
     DEPENDENT  the previous kernel, which writes x and the residual, may still run"""
     row = tl.program_id(0).to(tl.int64)
@@ -64,8 +62,8 @@ def add_rms_norm_kernel(
     if weight_ptr.dtype.element_ty == kind:  # Else the gain is in float32.
         normed = normed.to(kind).to(tl.float32)
     result = (normed * weight.to(tl.float32)).to(kind)
-    if MEASURE or CODES:
-        result, power = measured(result, CODES)
+    if CODES:
+        result, power = coded(result)
         tl.store(powers_ptr + row, power)
     tl.store(out_ptr + row * SIZE + column, result, mask=inside)
 
@@ -204,6 +202,6 @@ def silu_mul_kernel(
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     result = (gate * tl.sigmoid(power) * up).to(gate_up_ptr.dtype.element_ty)
     if CODES:
-        result, factor = measured(result, True)
+        result, factor = coded(result)
         tl.store(powers_ptr + row, factor)
     tl.store(out_ptr + row * SIZE + column, result, mask=inside)

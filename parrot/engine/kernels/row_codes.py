@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import measured
+from parrot.engine.kernels.e4m3 import coded
 from parrot.engine.kernels.launch import early_launch, starts_early
 
 
@@ -37,10 +37,9 @@ def row_codes_kernel(
     stride_x,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    CODES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (row): x = codes * power. Without CODES, powers are the bits of the largest numbers.
+    """Program (row): x = codes * power, rounded.
 
     DEPENDENT  the previous kernel, which writes x, may still run"""
     row = tl.program_id(0).to(tl.int64)
@@ -50,38 +49,25 @@ def row_codes_kernel(
         gdc_wait()
         gdc_launch_dependents()
     x = tl.load(x_ptr + row * stride_x + column, mask=inside, other=0.0)
-    codes, power = measured(x, CODES)
-    if CODES:
-        tl.store(codes_ptr + row * SIZE + column, codes, mask=inside)
+    codes, power = coded(x)
+    tl.store(codes_ptr + row * SIZE + column, codes, mask=inside)
     tl.store(powers_ptr + row, power)
 
 
 def row_codes(x: torch.Tensor) -> CodedRows:
     """x [rows, size] in e4m3."""
-    found = CodedRows.empty(x, x.shape[1])
-    _launch(x, found.codes, found.powers)
-    return found
-
-
-def row_maxima(x: torch.Tensor) -> torch.Tensor:
-    """The bits of the largest absolute value of each row, int32 [rows, 1]."""
-    maxima = torch.empty((len(x), 1), dtype=torch.int32, device=x.device)
-    _launch(x, None, maxima)
-    return maxima
-
-
-def _launch(x: torch.Tensor, codes: torch.Tensor | None, powers: torch.Tensor) -> None:
     rows, size = x.shape
     assert x.stride(1) == 1
+    found = CodedRows.empty(x, size)
     block = triton.next_power_of_2(size)
     row_codes_kernel[(rows,)](
         x,
-        codes,
-        powers,
+        found.codes,
+        found.powers,
         x.stride(0),
         SIZE=size,
         BLOCK=block,
-        CODES=codes is not None,
         num_warps=min(max(block // 1024, 1), 8),
         **early_launch(starts_early(x.device)),
     )
+    return found

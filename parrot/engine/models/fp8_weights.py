@@ -8,21 +8,20 @@ import torch
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, silu_mul
 from parrot.engine.kernels.linear.products import (
-    MeasuredRows,
     Rows,
+    UndividedRows,
     can_rotate,
+    coded_rows,
     few_rows_add_and_norm,
-    few_rows_gated,
     few_rows_linear,
     few_rows_qkv,
     is_blocked,
-    measured_rows,
     num_splits,
 )
 from parrot.engine.kernels.linear.tiles import Product
 from parrot.engine.kernels.row_codes import CodedRows, row_codes
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product
-from parrot.engine.models.fused_weights import LayerWeight, Normed, Where, few_rows, rows_of
+from parrot.engine.models.fused_weights import LayerWeight, Where, are_few, num_rows, rows_of
 from parrot.engine.models.layers import RMSNorm
 
 
@@ -30,8 +29,8 @@ from parrot.engine.models.layers import RMSNorm
 class Fp8Weight(LayerWeight):
     """A weight in e4m3: the codes are `weight`.
 
-    The kernels between products measure few rows for the next product, which rounds them. They
-    round many rows themselves."""
+    The kernels between products round rows for the next product. The products of a single row
+    round it themselves."""
 
     reads_e4m3: ClassVar[bool] = True
 
@@ -41,60 +40,59 @@ class Fp8Weight(LayerWeight):
     def of(cls, matrix: Fp8Matrix, bias: torch.Tensor | None) -> "Fp8Weight":
         return cls(matrix.codes, bias, scales=matrix.scales)
 
-    def __call__(self, x: Normed) -> torch.Tensor:
-        if isinstance(x, CodedRows):
-            matrix = Fp8Matrix(self.weight, self.scales)
-            return fp8_product(x.codes, x.powers, matrix, self.bias, x.dtype)
-        rows = rows_of(x)
-        if few_rows(x) is None and len(rows):
-            return self(row_codes(rows))
-        out = rows.new_empty(len(rows), len(self.weight))
-        return self._few(x, out) if len(rows) else out
+    def __call__(self, x: Rows) -> torch.Tensor:
+        if are_few(x) or not num_rows(x):
+            out = _new_rows(x, len(self.weight))
+            return self._few(x, out) if len(out) else out
+        coded = x if isinstance(x, CodedRows) else row_codes(rows_of(x))
+        matrix = Fp8Matrix(self.weight, self.scales)
+        return fp8_product(coded.codes, coded.powers, matrix, self.bias, coded.dtype)
 
     def _few(self, x: Rows, out: torch.Tensor) -> torch.Tensor:
-        measured = measured_rows(x, self.weight, self.scales, len(self.weight))
-        return few_rows_linear(measured, self.weight, out, bias=self.bias, scales=self.scales)
+        coded = coded_rows(x, self.weight, self.scales, len(self.weight))
+        return few_rows_linear(coded, self.weight, out, bias=self.bias, scales=self.scales)
 
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
-        measured = measured_rows(x, self.weight, self.scales, len(self.weight))
-        return few_rows_qkv(measured, self.weight, *where, bias=self.bias, scales=self.scales)
+        coded = coded_rows(x, self.weight, self.scales, len(self.weight))
+        return few_rows_qkv(coded, self.weight, *where, bias=self.bias, scales=self.scales)
 
-    def gated(self, x: Normed, *, for_e4m3: bool) -> Normed:
+    def gated(self, x: Rows, *, for_e4m3: bool) -> Rows:
         width = len(self.weight) // 2
-        if (few := few_rows(x)) is not None:
-            rows = rows_of(few)
-            measured = measured_rows(few, self.weight, self.scales, width, silu=True)
-            out = rows.new_empty(len(rows), width)
-            return few_rows_gated(measured, self.weight, out, bias=self.bias, scales=self.scales)
+        if are_few(x):
+            coded = coded_rows(x, self.weight, self.scales, width, silu=True)
+            bias, scales = self.bias, self.scales
+            out = _new_rows(x, width)
+            return few_rows_linear(coded, self.weight, out, bias=bias, scales=scales, silu=True)
         both = self(x)
         if not for_e4m3:
             return silu_mul(both, both.new_empty(len(both), width))
-        coded = CodedRows.empty(both, width)
-        silu_mul(both, coded.codes, powers=coded.powers)
-        return coded
+        found = CodedRows.empty(both, width)
+        silu_mul(both, found.codes, powers=found.powers)
+        return found
 
     def add_and_norm(
-        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
-    ) -> Normed:
-        gain, eps, few = norm.weight, norm.eps, few_rows(x)
-        if self.ranks is not None or (few is None and not for_e4m3):
+        self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+    ) -> Rows:
+        gain, eps, few = norm.weight, norm.eps, are_few(x)
+        if self.ranks is not None:
             return self._sum_and_norm(x, residual, norm)
-        if few is None:
-            coded = CodedRows.empty(residual, len(self.weight))
-            add_rms_norm(self(x), residual, gain, eps, coded.codes, powers=coded.powers)
-            return coded
-        rows = rows_of(few)
-        if self._is_row(len(rows)):
+        if few and self._is_row(len(residual)):
+            assert not isinstance(x, UndividedRows)
+            bias, scales = self.bias, self.scales
             return few_rows_add_and_norm(
-                rows, self.weight, residual, gain, eps, bias=self.bias, scales=self.scales
+                x, self.weight, residual, gain, eps, bias=bias, scales=scales
             )
-        parts = rows.new_empty(
-            (self._num_splits(few), len(rows), len(self.weight)), dtype=torch.float32
-        )
-        self._few(few, parts)
-        out, maxima = torch.empty_like(residual), rows.new_empty((len(rows), 1), dtype=torch.int32)
-        add_rms_norm(parts, residual, gain, eps, out, powers=maxima)
-        return MeasuredRows(out, maxima)
+        product = self._parts(x, residual) if few else self(x)
+        if not for_e4m3:
+            return add_rms_norm(product, residual, gain, eps, torch.empty_like(residual))
+        coded = CodedRows.empty(residual, len(self.weight))
+        add_rms_norm(product, residual, gain, eps, coded.codes, powers=coded.powers)
+        return coded
+
+    def _parts(self, x: Rows, residual: torch.Tensor) -> torch.Tensor:
+        """Parts of the product of few rows, float32 [splits, rows, outputs]."""
+        parts = residual.new_empty((self._num_splits(x), *residual.shape), dtype=torch.float32)
+        return self._few(x, parts)
 
     def _is_row(self, num_rows: int) -> bool:
         """Whether this product and the next one have whole rows of weights per program."""
@@ -107,14 +105,20 @@ class Fp8Weight(LayerWeight):
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         return can_rotate(shape, x, self.weight, self.scales)
 
-    def _num_splits(self, x: Normed) -> int:
-        few = few_rows(x)
-        if few is None or self.bias is not None:
+    def _num_splits(self, x: Rows) -> int:
+        if not are_few(x) or self.bias is not None:
             return 1
-        return num_splits(rows_of(few), self.weight, self.scales)
+        return num_splits(num_rows(x), self.weight, self.scales)
 
-    def _into(self, part: torch.Tensor, x: Normed) -> None:
-        if (few := few_rows(x)) is not None:
-            self._few(few, part)
+    def _into(self, part: torch.Tensor, x: Rows) -> None:
+        if are_few(x):
+            self._few(x, part)
         else:
             part[0].copy_(self(x))
+
+
+def _new_rows(x: Rows, size: int) -> torch.Tensor:
+    """As many rows as x has, of `size` numbers, in the type that x had before it was rounded."""
+    rows = x.codes if isinstance(x, CodedRows) else rows_of(x)
+    dtype = x.dtype if isinstance(x, CodedRows) else rows.dtype
+    return rows.new_empty((len(rows), size), dtype=dtype)

@@ -11,14 +11,14 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
+from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.fused_weights import (
     DOWN_SLOT,
     EMBEDDING_SLOT,
     OUT_SLOT,
     LayerWeight,
-    Normed,
-    few_rows,
+    are_few,
 )
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
@@ -123,7 +123,7 @@ class FusedDecoder:
     ) -> torch.Tensor:
         return self._norm(self._normed(token_ids, attention, plan, None)[1])
 
-    def head(self, states: Normed) -> torch.Tensor:
+    def head(self, states: Rows) -> torch.Tensor:
         return self._lm_head(states)
 
     def _normed(
@@ -132,7 +132,7 @@ class FusedDecoder:
         attention: TritonAttention,
         plan: TritonPlan,
         sample_rows: torch.Tensor | None,
-    ) -> tuple[Normed, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         """The final states of the sampled rows (None: all rows), and the states before the norm."""
         residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
@@ -153,7 +153,7 @@ class FusedDecoder:
             normed = down.add_and_norm(hidden, residual, next_norm, for_e4m3=reader.reads_e4m3)
         return normed, residual
 
-    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Normed]:
+    def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
         if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
             residual = self._embed.new_empty((len(token_ids), self._embed.shape[1]))
@@ -170,7 +170,7 @@ class FusedDecoder:
         self,
         index: int,
         layer: _FusedLayer,
-        x: Normed,
+        x: Rows,
         attention: TritonAttention,
         plan: TritonPlan,
         only_last: bool,
@@ -178,9 +178,9 @@ class FusedDecoder:
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
-        few = None if attention.is_quantised or layer.head_norm is not None else few_rows(x)
-        if few is not None and qkv.can_rotate(shape, few):
-            q = qkv.rotated(few, where)
+        is_plain = not attention.is_quantised and layer.head_norm is None
+        if is_plain and are_few(x) and qkv.can_rotate(shape, x):
+            q = qkv.rotated(x, where)
         else:
             keep_k = bool(plan.buffers.work.dense)
             q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)

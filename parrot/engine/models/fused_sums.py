@@ -11,9 +11,10 @@ import torch
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.models.decoder import Decoder, DecoderLayer, QKNorm, WidthNorm
 from parrot.engine.models.fused import HANDLED, HANDLED_BY_ATTENTION, angle_tables
-from parrot.engine.models.fused_weights import LayerWeight, Normed
+from parrot.engine.models.fused_weights import LayerWeight
 from parrot.engine.models.layers import Norm, RMSNorm
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
 from parrot.engine.models.weights import plain_weight, weight_of
@@ -162,7 +163,7 @@ def _attend(
     return attention.attend(index, q, new, plan, only_last=only_last)
 
 
-def _gated(layer: _Layer, x: torch.Tensor) -> Normed:
+def _gated(layer: _Layer, x: torch.Tensor) -> Rows:
     if not layer.gelu:
         return layer.gate_up.gated(x, for_e4m3=layer.down.reads_e4m3)
     both = layer.gate_up(x)

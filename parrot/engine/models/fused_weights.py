@@ -12,19 +12,18 @@ from parrot.engine.kernels.fused import add_rms_norm, silu_mul
 from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.products import (
     Rows,
-    UndividedRows,
     can_rotate,
     few_rows_add_and_norm,
     few_rows_linear,
     few_rows_qkv,
     num_splits,
+    parts_of,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.kernels.row_codes import CodedRows
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.parallel import Ranks
 
-Normed = Rows | CodedRows
 # The KV, the rows of block tables, the angles and the heads that `few_rows_qkv` needs.
 Where = tuple[KVView, torch.Tensor, torch.Tensor, AttentionShape]
 
@@ -46,35 +45,35 @@ class LayerWeight(ABC):
     slot: int = field(default=0, kw_only=True)  # The slot of symmetric memory for the sum.
 
     @abstractmethod
-    def __call__(self, x: Normed) -> torch.Tensor: ...
+    def __call__(self, x: Rows) -> torch.Tensor: ...
 
     @abstractmethod
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         """See `few_rows_qkv`, for a weight [q | k | v]."""
 
     @abstractmethod
-    def gated(self, x: Normed, *, for_e4m3: bool) -> Normed:
+    def gated(self, x: Rows, *, for_e4m3: bool) -> Rows:
         """silu(gate) * up, for a weight [gate | up]."""
 
     @abstractmethod
     def add_and_norm(
-        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
-    ) -> Normed:
+        self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+    ) -> Rows:
         """residual += the product, in place. Returns the norm of the residual."""
 
     @abstractmethod
-    def _into(self, part: torch.Tensor, x: Normed) -> None:
+    def _into(self, part: torch.Tensor, x: Rows) -> None:
         """Write the product to `part` [splits, rows, outputs], split by inputs."""
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         """Whether `rotated` supports these rows and heads."""
         return can_rotate(shape, x, self.weight)
 
-    def summed(self, x: Normed) -> torch.Tensor:
+    def summed(self, x: Rows) -> torch.Tensor:
         """The product, summed over the ranks."""
         return self(x) if self.ranks is None else self.ranks.all_reduce(self(x))
 
-    def _sum_and_norm(self, x: Normed, residual: torch.Tensor, norm: RMSNorm) -> Rows:
+    def _sum_and_norm(self, x: Rows, residual: torch.Tensor, norm: RMSNorm) -> Rows:
         """`add_and_norm` for any number of rows and ranks."""
         if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
             part = exchanges.slot(self.slot, self._num_splits(x), residual)
@@ -84,9 +83,9 @@ class LayerWeight(ABC):
         out = torch.empty_like(residual)
         return add_rms_norm(self.summed(x), residual, norm.weight, norm.eps, out)
 
-    def _num_splits(self, x: Normed) -> int:
-        few = few_rows(x)
-        return 1 if few is None or self.bias is not None else num_splits(rows_of(few), self.weight)
+    def _num_splits(self, x: Rows) -> int:
+        is_one = not are_few(x) or self.bias is not None
+        return 1 if is_one else num_splits(num_rows(x), self.weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,37 +94,37 @@ class Weight(LayerWeight):
 
     reads_e4m3: ClassVar[bool] = False
 
-    def __call__(self, x: Normed) -> torch.Tensor:
-        if (few := unmeasured_few_rows(x)) is None:
-            return F.linear(rows_of(x), self.weight, self.bias)
-        rows = rows_of(few)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        rows = rows_of(x)
+        if not are_few(x):
+            return F.linear(rows, self.weight, self.bias)
         out = rows.new_empty(len(rows), len(self.weight))
-        return few_rows_linear(few, self.weight, out, bias=self.bias)
+        return few_rows_linear(x, self.weight, out, bias=self.bias)
 
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         return few_rows_qkv(x, self.weight, *where, bias=self.bias)
 
-    def gated(self, x: Normed, *, for_e4m3: bool) -> torch.Tensor:
-        rows, few = rows_of(x), unmeasured_few_rows(x)
+    def gated(self, x: Rows, *, for_e4m3: bool) -> torch.Tensor:
+        rows = rows_of(x)
         out = rows.new_empty(len(rows), len(self.weight) // 2)
-        if few is not None:
-            return few_rows_linear(few, self.weight, out, bias=self.bias, silu=True)
+        if are_few(x):
+            return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
         return silu_mul(self(x), out)
 
     def add_and_norm(
-        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+        self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
     ) -> Rows:
         rows = rows_of(x)
-        is_whole = self.ranks is None and few_rows(x) is not None
+        is_whole = self.ranks is None and are_few(x)
         # Products in e4m3 round rows after their division by the root mean square.
         if is_whole and rows.dtype != torch.float16 and not for_e4m3:
             gain, eps = norm.weight, norm.eps
             return few_rows_add_and_norm(rows, self.weight, residual, gain, eps, bias=self.bias)
         return self._sum_and_norm(rows, residual, norm)
 
-    def _into(self, part: torch.Tensor, x: Normed) -> None:
+    def _into(self, part: torch.Tensor, x: Rows) -> None:
         rows = rows_of(x)
-        if few_rows(x) is not None:
+        if are_few(x):
             few_rows_linear(rows, self.weight, part, bias=self.bias)
         elif self.bias is None:
             torch.mm(rows, self.weight.t(), out=part[0])
@@ -133,18 +132,16 @@ class Weight(LayerWeight):
             torch.addmm(self.bias, rows, self.weight.t(), out=part[0])
 
 
-def few_rows(x: Normed) -> Rows | None:
-    """x if the products of few rows can read it."""
-    return None if isinstance(x, CodedRows) or not 0 < len(rows_of(x)) <= FEW_ROWS else x
+def are_few(x: Rows) -> bool:
+    """Whether the products of few rows can read x."""
+    return 0 < num_rows(x) <= FEW_ROWS
 
 
-def unmeasured_few_rows(x: Normed) -> torch.Tensor | UndividedRows | None:
-    """`few_rows` without the maxima."""
-    few = few_rows(x)
-    return few if few is None or isinstance(few, UndividedRows) else rows_of(few)
+def num_rows(x: Rows) -> int:
+    return len(parts_of(x)[0])
 
 
-def rows_of(x: Normed) -> torch.Tensor:
+def rows_of(x: Rows) -> torch.Tensor:
     """The rows of x, which are not in e4m3."""
     assert not isinstance(x, CodedRows)
     return x if isinstance(x, torch.Tensor) else x.rows

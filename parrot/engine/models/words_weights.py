@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, silu_mul
-from parrot.engine.kernels.linear.products import Rows, UndividedRows
+from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.kernels.linear.words import (
     words_add_and_norm,
     words_linear,
@@ -19,11 +19,9 @@ from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
 from parrot.engine.models.fused_weights import (
     LayerWeight,
-    Normed,
     Where,
-    few_rows,
+    are_few,
     rows_of,
-    unmeasured_few_rows,
 )
 from parrot.engine.models.layers import RMSNorm
 
@@ -40,12 +38,11 @@ class WordsWeight(LayerWeight):
     def of(cls, matrix: Words, bias: torch.Tensor | None) -> "WordsWeight":
         return cls(matrix.words, bias, matrix=matrix)
 
-    def __call__(self, x: Normed) -> torch.Tensor:
-        few = unmeasured_few_rows(x)
-        return words_product(rows_of(x) if few is None else few, self.matrix, self.bias)
+    def __call__(self, x: Rows) -> torch.Tensor:
+        return words_product(x, self.matrix, self.bias)
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
-        if few_rows(x) is None:
+        if not are_few(x):
             return False
         tile = WordsProduct.of(len(rows_of(x)), self.matrix).tile()
         return shape.head_dim % tile["BN"] == 0
@@ -53,18 +50,18 @@ class WordsWeight(LayerWeight):
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         return words_qkv(x, self.matrix, *where, bias=self.bias)
 
-    def gated(self, x: Normed, *, for_e4m3: bool) -> torch.Tensor:
-        rows, few = rows_of(x), unmeasured_few_rows(x)
+    def gated(self, x: Rows, *, for_e4m3: bool) -> torch.Tensor:
+        rows = rows_of(x)
         out = rows.new_empty(len(rows), self.matrix.outputs // 2)
-        if few is not None:
-            return words_linear(few, self.matrix, out, bias=self.bias, silu=True)
+        if are_few(x):
+            return words_linear(x, self.matrix, out, bias=self.bias, silu=True)
         return silu_mul(self(x), out)
 
     def add_and_norm(
-        self, x: Normed, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
+        self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
     ) -> Rows:
         rows = rows_of(x)
-        is_whole = self.ranks is None and few_rows(x) is not None
+        is_whole = self.ranks is None and are_few(x)
         if not is_whole or rows.dtype == torch.float16 or for_e4m3:
             return self._sum_and_norm(rows, residual, norm)
         splits = self._num_splits(rows)
@@ -76,22 +73,20 @@ class WordsWeight(LayerWeight):
         out = torch.empty_like(residual)
         return add_rms_norm(parts, residual, norm.weight, norm.eps, out)
 
-    def _num_splits(self, x: Normed) -> int:
-        if few_rows(x) is None or self.bias is not None:
+    def _num_splits(self, x: Rows) -> int:
+        if not are_few(x) or self.bias is not None:
             return 1
         return WordsProduct.of(len(rows_of(x)), self.matrix).num_splits
 
-    def _into(self, part: torch.Tensor, x: Normed) -> None:
+    def _into(self, part: torch.Tensor, x: Rows) -> None:
         rows = rows_of(x)
-        if few_rows(x) is not None:
+        if are_few(x):
             words_linear(rows, self.matrix, part, bias=self.bias)
         else:
             part[0].copy_(self(rows))
 
 
-def words_product(
-    x: torch.Tensor | UndividedRows, matrix: Words, bias: torch.Tensor | None
-) -> torch.Tensor:
+def words_product(x: Rows, matrix: Words, bias: torch.Tensor | None) -> torch.Tensor:
     """x weight^T + bias, for any number of rows."""
     rows = rows_of(x)
     if len(rows) > WordsProduct.of(len(rows), matrix).most_rows:

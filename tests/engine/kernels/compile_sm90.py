@@ -185,7 +185,7 @@ def norm_variant(
     if codes:
         pointers |= {"out_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
     constants = {} if parts > 1 or codes else {"powers_ptr": None}
-    constants |= {"PARTS": parts, "MEASURE": parts > 1, "CODES": codes, "DEPENDENT": parts > 1}
+    constants |= {"PARTS": parts, "CODES": codes, "DEPENDENT": parts > 1}
     return compile_kernel(
         add_rms_norm_kernel,
         {**pointers, "eps": "fp32", "stride_x": "i32", "stride_part": "i32"},
@@ -307,22 +307,19 @@ def linear_variant(
 
 
 def with_codes(
-    pointers: dict[str, str], constants: dict[str, Any], *, e4m3: bool, measures: bool = True
+    pointers: dict[str, str], constants: dict[str, Any], *, e4m3: bool, is_coded: bool = True
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """The arguments of products, for weights in bfloat16 or in e4m3.
 
-    `measures`: maxima are read and written."""
-    types = {"scales_ptr": "*fp32"}
-    others = ("maxima_ptr", "maxima_out_ptr")
-    if e4m3 and measures:
-        types |= dict.fromkeys(others, "*i32")
-    elif e4m3:
-        constants |= dict.fromkeys(others)
+    `is_coded`: x is in e4m3 like the weights."""
     if not e4m3:
-        unused = dict.fromkeys(("scales_ptr", *others))
-        return pointers, constants | unused | {"E4M3": False, "MAXIMA": 0}
-    constants |= {"E4M3": True, "MAXIMA": 64 if measures else 0}
-    return pointers | types | {"weight_ptr": "*fp8e4nv"}, constants
+        return pointers, constants | {"scales_ptr": None, "powers_ptr": None, "E4M3": False}
+    pointers |= {"weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32"}
+    if is_coded:
+        pointers |= {"x_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
+    else:
+        constants |= {"powers_ptr": None}
+    return pointers, constants | {"E4M3": True}
 
 
 def codes_of(bits: int, group: int, *, least: bool) -> dict[str, Any]:
@@ -483,7 +480,7 @@ def row_variant(
     )
     constants |= {"N": num_out, "K": size, "ROWS": rows, "BN": outputs, "BIAS": False, "ADD": False}
     constants |= {"BK": triton.next_power_of_2(size), "PARTS": 128, "SILU": silu, "DEPENDENT": True}
-    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, measures=False)
+    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, is_coded=False)
     return compile_kernel(
         row_linear_kernel,
         {**pointers, "eps": "fp32", "num_rows": "i32", "stride_x": "i32"},
@@ -500,12 +497,7 @@ def codes_variant(*, size: int = 14336, warps: int = 8) -> dict[str, Any]:
     return compile_kernel(
         row_codes_kernel,
         {**pointers, "stride_x": "i32"},
-        {
-            "SIZE": size,
-            "BLOCK": triton.next_power_of_2(size),
-            "CODES": True,
-            "DEPENDENT": True,
-        },
+        {"SIZE": size, "BLOCK": triton.next_power_of_2(size), "DEPENDENT": True},
         divisible=(*pointers, "stride_x"),
         num_warps=warps,
     )
@@ -527,9 +519,7 @@ def qkv_variant(
     shape = {"K": 4096, "H": 32, "HKV": 8, "D": 128, "PAGE": 64, "PARTS": 80}
     tile = {"BM": rows, "BK": 128, "STAGES": 4} if matrix else {"ROWS": rows, "BK": 4096}
     constants = {**shape, **tile, "BN": outputs, "bias_ptr": None, "BIAS": False, "DEPENDENT": True}
-    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, measures=matrix)
-    for unknown in (pointers, constants):
-        unknown.pop("maxima_out_ptr", None)
+    pointers, constants = with_codes(pointers, constants, e4m3=e4m3, is_coded=matrix)
     return compile_kernel(
         few_rows_qkv_kernel if matrix else row_qkv_kernel,
         {**pointers, **numbers, "eps": "fp32"},

@@ -196,7 +196,7 @@ def test_parts_of_a_product_sum_up_to_it(num_rows: int) -> None:
 def test_products_of_few_programs_are_split() -> None:
     def splits(num_rows: int, num_out: int, size: int) -> int:
         x = torch.empty((num_rows, size), device="meta", dtype=torch.bfloat16)
-        return num_splits(x, torch.empty((num_out, size), device="meta", dtype=torch.bfloat16))
+        return num_splits(len(x), torch.empty((num_out, size), device="meta", dtype=torch.bfloat16))
 
     assert splits(8, 4096, 7168) == 2
     assert splits(8, 8192, 7168) == 1, "there are enough programs"

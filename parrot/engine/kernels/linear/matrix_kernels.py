@@ -5,14 +5,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import bits_of, float8_of, inverse_of, power_of
 from parrot.engine.kernels.linear.parts import (
     add_to_residual,
     gated,
     head_and_outputs,
     places,
     rotate_and_store,
-    row_exponents,
 )
 
 
@@ -49,15 +47,12 @@ def _add_block(result, weight, x, scales_at, column, inside):
 
 
 @triton.jit
-def _powers(maxima_ptr, member, live, BM: tl.constexpr, MAXIMA: tl.constexpr, E4M3: tl.constexpr):
-    """The power of two of each row in e4m3, as its inverse and itself; 1 without E4M3."""
-    inverse = tl.full([BM], 1.0, tl.float32)
+def _load_powers(powers_ptr, member, live, BM: tl.constexpr, E4M3: tl.constexpr):
+    """The powers of two of rows in e4m3; 1 without E4M3."""
     power = tl.full([BM], 1.0, tl.float32)
     if E4M3:
-        exponent = row_exponents(maxima_ptr, member, live, MAXIMA)
-        inverse = inverse_of(exponent)
-        power = power_of(exponent)
-    return inverse, power
+        power = tl.load(powers_ptr + member, mask=live, other=0.0)
+    return power
 
 
 @triton.jit
@@ -74,7 +69,6 @@ def _products(
     x_row_at,
     inside,
     live,
-    inverse,
     scales_at,
     up_scales_at,
     K: tl.constexpr,
@@ -84,13 +78,11 @@ def _products(
     STAGES: tl.constexpr,
     BOTH: tl.constexpr,
     ALL_INSIDE: tl.constexpr,
-    E4M3: tl.constexpr,
     BLOCKED: tl.constexpr,
 ):
     """BN rows of weights times BM rows of x, float32 [BN, BM].
 
     BOTH     the same for BN other rows
-    E4M3     rows of x times `inverse` are rounded to e4m3, the type of the weights
     BLOCKED  blocks of 128 inputs have scales at `scales_at` of each row; BK is 128"""
     # The weights are the tall operand of the tensor core, so few rows of x waste little of it.
     result = tl.zeros([BN, BM], dtype=tl.float32)
@@ -100,8 +92,6 @@ def _products(
     for first in tl.range(0, K, BK, num_stages=STAGES):
         column = first + offset
         x = tl.load(x_row_at + column, mask=live[:, None] & (column < K), other=0.0)
-        if E4M3:
-            x = float8_of(x.to(tl.float32) * inverse[:, None])
         tile = inside[:, None] & (column < K)
         weight = _load_weight(row_at + column, tile, whole)
         if BLOCKED:
@@ -128,8 +118,7 @@ def few_rows_linear_kernel(
     gain_ptr,
     squares_out_ptr,
     scales_ptr,
-    maxima_ptr,
-    maxima_out_ptr,
+    powers_ptr,
     eps,
     num_rows,
     stride_x,
@@ -146,7 +135,6 @@ def few_rows_linear_kernel(
     ADD: tl.constexpr,
     E4M3: tl.constexpr,
     BLOCKED: tl.constexpr,
-    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (block of BN outputs, split of SPLIT inputs): out = x weight^T (+ bias) for up to BM
@@ -155,8 +143,7 @@ def few_rows_linear_kernel(
     PARTS      divide x by its root mean square first; squares [rows, PARTS]
     SILU       weight is [gate | up] with 2 N rows, and out = silu(gate) * up
     ADD        residual += out, rounded; out = residual * gain, squares_out [rows, programs]
-    E4M3       weights are e4m3 times scales [N or 2 N]; rows of x, with maxima [rows, MAXIMA] of
-               their parts, are rounded to e4m3; with SILU, maxima_out [rows, programs]
+    E4M3       weights are e4m3 times scales [N or 2 N], and x is e4m3 times powers [rows]
     BLOCKED    scales are [rows of weights / 128, K / 128] (e4m3 only)
     DEPENDENT  the previous kernel, which writes all inputs except parameters, may still run"""
     program = tl.program_id(0)
@@ -176,7 +163,7 @@ def few_rows_linear_kernel(
     up_scales_at = scales_at + N // 128 * (K // 128) if BLOCKED else row
     if DEPENDENT:
         gdc_wait()
-    inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
+    power = _load_powers(powers_ptr, member, live, BM, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)  # Used after the product.
     if ADD:
@@ -189,7 +176,6 @@ def few_rows_linear_kernel(
         x_row_at,
         inside,
         live,
-        inverse,
         scales_at,
         up_scales_at,
         SPLIT,
@@ -199,7 +185,6 @@ def few_rows_linear_kernel(
         STAGES,
         SILU,
         N % BN == 0,
-        E4M3,
         BLOCKED,
     )
     if DEPENDENT:
@@ -223,9 +208,6 @@ def few_rows_linear_kernel(
     out_ptr += tl.program_id(1) * num_rows * N
     out_at = out_ptr + member.to(tl.int64)[None, :] * N + row[:, None]
     tl.store(out_at, result.to(kind), mask=both)
-    if E4M3 and SILU:
-        largest = tl.max(tl.where(both, bits_of(result.to(kind).to(tl.float32)), 0), 0)
-        tl.store(maxima_out_ptr + member * tl.num_programs(0) + program, largest, mask=live)
 
 
 @triton.jit
@@ -242,7 +224,7 @@ def few_rows_qkv_kernel(
     k_cache,
     v_cache,
     scales_ptr,
-    maxima_ptr,
+    powers_ptr,
     eps,
     num_rows,
     stride_x,
@@ -261,7 +243,6 @@ def few_rows_qkv_kernel(
     PARTS: tl.constexpr,
     E4M3: tl.constexpr,
     BLOCKED: tl.constexpr,
-    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (head, BN of its D outputs): `few_rows_linear_kernel`, then `rope_and_store_kernel`.
@@ -291,12 +272,12 @@ def few_rows_qkv_kernel(
     scales_at = scales_ptr + row // 128 * (K // 128) if BLOCKED else row
     if DEPENDENT:
         gdc_wait()
-    inverse, power = _powers(maxima_ptr, member, live, BM, MAXIMA, E4M3)
+    power = _load_powers(powers_ptr, member, live, BM, E4M3)
     if PARTS > 0:
         squares = _load_squares(squares_ptr, member, live, PARTS)
     result, _ = _products(
-        row_at, row_at, x_row_at, inside, live, inverse, scales_at, scales_at,
-        K, BM, BN, BK, STAGES, False, True, E4M3, BLOCKED,
+        row_at, row_at, x_row_at, inside, live, scales_at, scales_at,
+        K, BM, BN, BK, STAGES, False, True, BLOCKED,
     )  # fmt: skip
     if DEPENDENT:
         gdc_launch_dependents()

@@ -4,17 +4,6 @@
 import triton
 import triton.language as tl
 
-from parrot.engine.kernels.e4m3 import exponent_of
-
-
-@triton.jit
-def row_exponents(maxima_ptr, member, live, MAXIMA: tl.constexpr):
-    """The exponents of rows in e4m3 (`e4m3.exponent_of`), from maxima [rows, MAXIMA] of parts."""
-    part = tl.arange(0, triton.next_power_of_2(MAXIMA))[None, :]
-    is_part = live[:, None] & (part < MAXIMA)
-    maxima = tl.load(maxima_ptr + member[:, None] * MAXIMA + part, mask=is_part, other=0)
-    return exponent_of(tl.max(maxima, 1))
-
 
 @triton.jit
 def gated(gate, up, KIND: tl.constexpr):

@@ -10,7 +10,7 @@ from parrot.engine.kernels.launch import KVView, early_launch, starts_early
 from parrot.engine.kernels.linear.matrix_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 from parrot.engine.kernels.linear.row_kernels import row_linear_kernel, row_qkv_kernel
 from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
-from parrot.engine.kernels.row_codes import row_maxima
+from parrot.engine.kernels.row_codes import CodedRows, row_codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,7 @@ class UndividedRows:
     eps: float
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredRows:
-    """Rows [tokens, size] and the largest number of each of their parts.
-
-    `maxima` int32 [tokens, parts] are the bits of the absolute values in float32."""
-
-    rows: torch.Tensor
-    maxima: torch.Tensor
-
-
-Rows = torch.Tensor | UndividedRows | MeasuredRows
+Rows = torch.Tensor | UndividedRows | CodedRows
 
 
 def few_rows_linear(
@@ -55,39 +45,27 @@ def few_rows_linear(
     row, or two rows with small weights, are summed in another order (`Product`).
 
     With `scales` float32 [n] or [n / 128, k / 128], weight is e4m3 and is multiplied by them. The
-    rows of x are then rounded to e4m3 with a power of two each, so x must be measured
-    (`measured_rows`)."""
+    rows of x are then in e4m3 as well (`coded_rows`)."""
     _launch(x, _Weight(weight, bias, scales), out, silu=silu)
     return out
 
 
-def few_rows_gated(
-    x: Rows,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scales: torch.Tensor | None = None,
-) -> torch.Tensor | MeasuredRows:
-    """`few_rows_linear` with `silu`. The result is measured if the next product needs that."""
-    maxima = _launch(x, _Weight(weight, bias, scales), out, silu=True)
-    return out if maxima is None else MeasuredRows(out, maxima)
-
-
-def measured_rows(
+def coded_rows(
     x: Rows, weight: torch.Tensor, scales: torch.Tensor, num_out: int, *, silu: bool = False
 ) -> Rows:
-    """x with its maxima, if the product with a weight in e4m3 reads them."""
+    """x in e4m3, if the product with a weight in e4m3 does not round it."""
+    if isinstance(x, CodedRows):
+        return x
     rows, *_ = parts_of(x)
     product = Product(len(rows), num_out, rows.shape[1], weight.dtype, silu, is_blocked(scales))
     if product.is_row:
         return x
     assert not isinstance(x, UndividedRows), "the division changes which numbers are rounded up"
-    return x if isinstance(x, MeasuredRows) else MeasuredRows(rows, row_maxima(rows))
+    return row_codes(rows)
 
 
 def few_rows_add_and_norm(
-    x: torch.Tensor | MeasuredRows,
+    x: torch.Tensor | CodedRows,
     weight: torch.Tensor,
     residual: torch.Tensor,
     norm_weight: torch.Tensor,
@@ -129,7 +107,7 @@ def few_rows_qkv(
     """`few_rows_linear` and `rope_and_store` in one kernel, for heads that `can_rotate`.
 
     Returns q [rows, heads, dim]. Rows with a negative `table_rows` are not written."""
-    rows, squares, eps, maxima = parts_of(x)
+    rows, squares, eps, powers = parts_of(x)
     num_rows, size = rows.shape
     product = _qkv_product(rows, weight, scales, shape)
     assert weight.shape == (product.outputs, size), (weight.shape, shape)
@@ -140,7 +118,7 @@ def few_rows_qkv(
     assert cos_sin.dtype == torch.float32
     assert can_rotate(shape, x, weight, scales)
     assert (weight.dtype == torch.float8_e4m3fn) == (scales is not None), weight.dtype
-    q = rows.new_empty((num_rows, shape.num_heads, shape.head_dim))
+    q = kv.k.new_empty((num_rows, shape.num_heads, shape.head_dim))
     kernel = row_qkv_kernel if product.is_row else few_rows_qkv_kernel
     tile = product.tile()
     kernel[(product.outputs // tile["BN"],)](
@@ -156,7 +134,7 @@ def few_rows_qkv(
         kv.k,
         kv.v,
         scales,
-        maxima,
+        powers,
         eps,
         num_rows,
         rows.stride(0),
@@ -170,7 +148,6 @@ def few_rows_qkv(
         BIAS=bias is not None,
         PARTS=0 if squares is None else squares.shape[1],
         E4M3=scales is not None,
-        MAXIMA=0 if maxima is None else maxima.shape[1],
         **({} if product.is_row else {"BLOCKED": product.is_blocked}),
         **tile,
         **early_launch(starts_early(rows.device)),
@@ -179,10 +156,10 @@ def few_rows_qkv(
 
 
 def parts_of(x: Rows) -> tuple[torch.Tensor, torch.Tensor | None, float, torch.Tensor | None]:
-    """Rows, their squares, the norm's eps, and their maxima."""
+    """Rows, their squares, the norm's eps, and their powers of two."""
     if isinstance(x, UndividedRows):
         return x.rows, x.squares, x.eps, None
-    return (x.rows, None, 0.0, x.maxima) if isinstance(x, MeasuredRows) else (x, None, 0.0, None)
+    return (x.codes, None, 0.0, x.powers) if isinstance(x, CodedRows) else (x, None, 0.0, None)
 
 
 def can_rotate(
@@ -226,9 +203,8 @@ class _Added:
 
 def _launch(
     x: Rows, weight: _Weight, out: torch.Tensor, *, silu: bool = False, added: _Added | None = None
-) -> torch.Tensor | None:
-    """Returns the maxima of out, if the next product in e4m3 reads them."""
-    rows, squares, eps, maxima = parts_of(x)
+) -> None:
+    rows, squares, eps, powers = parts_of(x)
     numbers, bias, scales = weight.numbers, weight.bias, weight.scales
     (num_rows, num_out), size = out.shape[-2:], rows.shape[1]
     splits = out.numel() // (num_rows * num_out)
@@ -240,17 +216,13 @@ def _launch(
     assert out.is_contiguous()
     assert rows.stride(1) == 1
     product = Product(num_rows, num_out, size, numbers.dtype, silu, is_blocked(scales))
-    maxima_out = None
     if splits == 1 and product.is_row:
         kernel, tile = row_linear_kernel, product.row_tile()
     else:
-        kernel, tile = few_rows_linear_kernel, product.matrix_tile(is_split=splits > 1)
+        kernel, tile = few_rows_linear_kernel, product.matrix_tile()
         tile |= {"SPLIT": size // splits, "BLOCKED": product.is_blocked}
         assert splits == 1 or tile["SPLIT"] % tile["BK"] == 0, (size, splits)
-        assert scales is None or maxima is not None, "rows that are not measured"
-        if scales is not None and silu:
-            parts = triton.cdiv(num_out, tile["BN"])
-            maxima_out = torch.empty((num_rows, parts), dtype=torch.int32, device=out.device)
+        assert (scales is None) == (powers is None), "rows in another type than the weights"
     kernel[(triton.cdiv(num_out, tile["BN"]), splits)](
         rows,
         numbers,
@@ -261,8 +233,7 @@ def _launch(
         None if added is None else added.gain,
         None if added is None else added.squares,
         scales,
-        maxima,
-        maxima_out,
+        powers,
         eps,
         num_rows,
         rows.stride(0),
@@ -273,15 +244,13 @@ def _launch(
         SILU=silu,
         ADD=added is not None,
         E4M3=scales is not None,
-        MAXIMA=0 if maxima is None else maxima.shape[1],
         **tile,
         **early_launch(starts_early(rows.device)),
     )
-    return maxima_out
 
 
-def num_splits(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
+def num_splits(num_rows: int, weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
     """The best number of splits of k for a product (`Product.num_splits`)."""
-    size = weight.shape[1]
-    product = Product(len(x), len(weight), size, weight.dtype, is_blocked=is_blocked(scales))
+    num_out, size = weight.shape
+    product = Product(num_rows, num_out, size, weight.dtype, is_blocked=is_blocked(scales))
     return product.num_splits

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from parrot.engine.kernels.e4m3 import measured
+from parrot.engine.kernels.e4m3 import coded
 from parrot.engine.kernels.linear.parts import (
     add_to_residual,
     gated,
@@ -37,6 +37,7 @@ def _load_x(
     at,
     inside,
     squares_ptr,
+    powers_ptr,
     member,
     eps,
     K: tl.constexpr,
@@ -45,14 +46,16 @@ def _load_x(
 ):
     """A row of x in float32, and the factor of its products: 1 over its root mean square, if PARTS.
 
-    E4M3  the row is divided by its root mean square, and rounded to e4m3 with a power of two"""
+    E4M3  a row in another type is divided by its root mean square, and rounded to e4m3"""
     x = tl.load(at, mask=inside, other=0.0)
     factor = tl.full([], 1.0, tl.float32)
     if PARTS > 0:
         factor = _row_scale(squares_ptr, member, eps, K, PARTS)
-    if E4M3:
+    if E4M3 and x.dtype == tl.float8e4nv:
+        factor = tl.load(powers_ptr + member)
+    elif E4M3:
         # Rounded as separate kernels would round.
-        x, factor = measured((x.to(tl.float32) * factor).to(x.dtype), True)
+        x, factor = coded((x.to(tl.float32) * factor).to(x.dtype))
     return x.to(tl.float32), factor
 
 
@@ -79,8 +82,7 @@ def row_linear_kernel(
     gain_ptr,
     squares_out_ptr,
     scales_ptr,
-    maxima_ptr,
-    maxima_out_ptr,
+    powers_ptr,
     eps,
     num_rows,
     stride_x,
@@ -94,12 +96,11 @@ def row_linear_kernel(
     SILU: tl.constexpr,
     ADD: tl.constexpr,
     E4M3: tl.constexpr,
-    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`few_rows_linear_kernel` for ROWS rows (= `num_rows`). BK is the next power of two of K.
 
-    The maxima are neither read nor written, because every program has whole rows of x."""
+    With E4M3, x may be in another type."""
     program = tl.program_id(0)
     row = program * BN + tl.arange(0, BN)
     column = tl.arange(0, BK)
@@ -125,7 +126,7 @@ def row_linear_kernel(
     kind = out_ptr.dtype.element_ty
     for member in tl.range(0, ROWS, num_stages=1):
         x_at = x_ptr + member * stride_x + column
-        x, factor = _load_x(x_at, column < K, squares_ptr, member, eps, K, PARTS, E4M3)
+        x, factor = _load_x(x_at, column < K, squares_ptr, powers_ptr, member, eps, K, PARTS, E4M3)
         place = member * N + row
         if ADD:
             before = tl.load(residual_ptr + place, mask=inside, other=0.0)
@@ -154,7 +155,7 @@ def row_qkv_kernel(
     k_cache,
     v_cache,
     scales_ptr,
-    maxima_ptr,
+    powers_ptr,
     eps,
     num_rows,
     stride_x,
@@ -171,7 +172,6 @@ def row_qkv_kernel(
     BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     E4M3: tl.constexpr,
-    MAXIMA: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """`few_rows_qkv_kernel` for ROWS rows (= `num_rows`), computed like `row_linear_kernel`."""
@@ -204,7 +204,7 @@ def row_qkv_kernel(
     result = tl.zeros([BN, ROWS], dtype=tl.float32)
     for index in tl.static_range(ROWS):
         x_at = x_ptr + index * stride_x + column
-        x, factor = _load_x(x_at, column < K, squares_ptr, index, eps, K, PARTS, E4M3)
+        x, factor = _load_x(x_at, column < K, squares_ptr, powers_ptr, index, eps, K, PARTS, E4M3)
         sums = _row_sums(weight, bias, scale, x, factor)
         result = tl.where((member == index)[None, :], sums[:, None], result)
     rotate_and_store(

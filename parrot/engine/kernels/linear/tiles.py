@@ -21,8 +21,7 @@ _FEW_PROGRAMS = 96  # A product with at most this number of programs may be spli
 _MIN_DOT = 16  # Smallest dimension of an operand of the tensor core.
 _MIN_DOT_BYTES = 32  # Fewest bytes of inputs of an operand.
 _HALF = FEW_ROWS // 2
-_BLOCK = 128  # Inputs and outputs of weights in e4m3 with one scale.
-_MOST_STAGES = 8
+_E4M3_TILE = 64, 128  # Outputs and columns. Weights may have a scale for 128 columns.
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +58,9 @@ class Product:
         Two splits are better if a single one has too few programs to occupy a GPU."""
         if self.is_row:
             return 1
-        if self.dtype == torch.float8_e4m3fn:
-            return self._num_e4m3_splits()
         tile = self.matrix_tile()
         is_wide = triton.cdiv(self.outputs, tile["BN"]) > _FEW_PROGRAMS
         return 1 if is_wide or self.inputs % (2 * tile["BK"]) else 2
-
-    def _num_e4m3_splits(self) -> int:
-        # Wide tiles use the matrix unit best. Splits give them enough programs.
-        tile = self.matrix_tile(is_split=True)
-        programs = triton.cdiv(self.outputs, tile["BN"])
-        for splits in (4, 2):
-            if programs * splits // 2 <= _FEW_PROGRAMS and not self.inputs % (splits * tile["BK"]):
-                return splits
-        return 1
 
     def row_tile(self) -> dict[str, int]:
         """Launch arguments of a kernel without the tensor core. A program has whole rows of
@@ -87,20 +75,16 @@ class Product:
         outputs = min(max(outputs, least), most)
         return {"ROWS": self.rows, "BN": outputs, "BK": columns, "num_warps": warps}
 
-    def matrix_tile(self, *, is_split: bool = False) -> dict[str, int]:
-        """Launch arguments of a kernel on the tensor core. `is_split`: the inputs are split."""
+    def matrix_tile(self) -> dict[str, int]:
+        """Launch arguments of a kernel on the tensor core."""
         # Few outputs need narrow tiles, so that there are enough programs. With fewer programs,
         # each program must have more bytes of weights in flight.
         members = max(_MIN_DOT, triton.next_power_of_2(self.rows))
         if self.dtype == torch.float8_e4m3fn:
-            outputs, columns, stages, warps = _e4m3_tile(
-                members, self.outputs, silu=self.silu, is_split=is_split
-            )
+            (outputs, columns), stages, warps = _E4M3_TILE, 4 if self.silu else 8, 4
         else:
             choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
             outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)
-        if self.is_blocked:
-            stages, columns = min(stages * columns // _BLOCK, _MOST_STAGES), _BLOCK
         # float32 takes twice the bytes and does not use the tensor core. Larger tiles do not fit.
         if self.dtype == torch.float32:
             columns //= 4
@@ -132,17 +116,3 @@ def _tile_of_64(num_out: int, *, silu: bool) -> tuple[int, int, int, int]:
     if silu:
         return 64, 64, (4 if num_out > 2 * _MANY_OUTPUTS else 6), 4
     return (128, 128, 4, 8) if num_out > 2 * _MANY_OUTPUTS else (64, 128, 6, 4)
-
-
-def _e4m3_tile(
-    members: int, num_out: int, *, silu: bool, is_split: bool
-) -> tuple[int, int, int, int]:
-    """`_tile_of_32` for weights in e4m3, and for up to `members` rows."""
-    # Tiles of 64 outputs or more use the matrix unit of four warps.
-    if is_split:
-        return (128, 256, 4, 8) if members <= _HALF else (128, 128, 6, 8)
-    if silu:
-        if num_out <= _MANY_OUTPUTS:
-            return 64, 128, 4, 4
-        return (128, 256, 3, 8) if members == _MIN_DOT else (128, 128, 4, 8)
-    return (64, 256, 6, 4) if members <= _HALF else (64, 256, 4, 4)
