@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import parrot
-from tests.support.syntax import parsed
+from tests.support.syntax import parsed, statements, walk
 
 PACKAGE = Path(parrot.__file__).parent
 MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -30,7 +30,7 @@ def find_forbidden(source: str) -> Iterator[tuple[int, str]]:
     """(line, what) of every forbidden import, call or reference."""
     tree = parsed(source)
     names = _imported_names(tree)
-    for node in ast.walk(tree):
+    for node in walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             for module in _modules(node):
                 if module.partition(".")[0] in MODULES:
@@ -68,7 +68,7 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 def _imported_names(tree: ast.AST) -> dict[str, str]:
     """What local names stand for: {"np": "numpy", "load": "torch.load"}."""
     names = {}
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             names.update({a.asname: a.name for a in node.names if a.asname})
         elif isinstance(node, ast.ImportFrom) and node.module:

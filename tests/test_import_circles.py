@@ -4,7 +4,7 @@ import ast
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from tests.support.syntax import parsed
+from tests.support.syntax import parsed, statements
 
 ROOT = Path(__file__).parents[1]
 
@@ -18,7 +18,7 @@ def imports(source: str, files: set[str]) -> set[str]:
     """The files of the package that a file imports: in functions and for type checkers, too. A name
     that is a submodule stands for that file, and not for the package's `__init__`."""
     found: set[str] = set()
-    for node in ast.walk(parsed(source)):
+    for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.closure import closure_lines
-from tests.support.syntax import num_code_lines, parsed
+from tests.support.syntax import num_code_lines, parsed, statements
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for top in ("parrot", "benchmark") for path in (ROOT / top).rglob("*.py"))
@@ -38,7 +38,7 @@ def alarms(name: str, source: str) -> Iterator[str]:
     tree = parsed(source)
     if (lines := len(source.splitlines())) > MAX_FILE_LINES:
         yield f"{name}: {lines} lines"
-    for node in ast.walk(tree):
+    for node in statements(tree):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 if length(node) > MAX_FUNCTION_LINES and "kernels" not in name:
@@ -152,7 +152,7 @@ def test_how_much_a_part_needs_to_be_understood(part: str) -> None:
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
     """Those of modules, classes, functions, and of what is assigned in them."""
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in node.body:
                 match statement:

@@ -26,7 +26,7 @@ from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
-from tests.support.syntax import parsed
+from tests.support.syntax import parsed, statements
 
 ROOT = Path(__file__).resolve().parents[2]
 BUGS = Path(__file__).with_name("bugs.toml")
@@ -79,7 +79,7 @@ def innermost_definition(source: str, at: int) -> str:
     """The name of the function or class that the character at `at` belongs to; "" for none."""
     line = source.count("\n", 0, at) + 1
     name, length = "", len(source)
-    for node in ast.walk(parsed(source)):
+    for node in statements(parsed(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             end = node.end_lineno or node.lineno
             if node.lineno <= line <= end and end - node.lineno < length:

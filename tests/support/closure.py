@@ -20,7 +20,7 @@ def closure_lines(part: str) -> int:
         for module in _imports(pending.pop()) - reached:
             reached.add(module)
             pending.append(module)
-    return sum(num_code_lines(_files()[module].read_text()) for module in reached)
+    return sum(map(_lines, reached))
 
 
 @cache
@@ -30,6 +30,11 @@ def _files() -> dict[str, Path]:
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for path in (ROOT / "parrot").rglob("*.py")
     }
+
+
+@cache
+def _lines(module: str) -> int:
+    return num_code_lines(_files()[module].read_text())
 
 
 @cache

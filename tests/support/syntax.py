@@ -19,6 +19,28 @@ def parsed(source: str) -> ast.Module:
             gc.enable()
 
 
+def walk(tree: ast.AST) -> list[ast.AST]:
+    """All nodes as `ast.walk` gives them, without contexts of names. A third of its time."""
+    found = [tree]
+    for node in found:  # which grows
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                found += [item for item in value if isinstance(item, ast.AST)]
+            elif isinstance(value, ast.AST) and name != "ctx":
+                found.append(value)
+    return found
+
+
+def statements(tree: ast.AST) -> list[ast.AST]:
+    """The tree and all statements in it, with handlers and cases. A tenth of the nodes."""
+    found = [tree]
+    for node in found:  # which grows
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            found += getattr(node, name, ())
+    return found
+
+
 def num_code_lines(source: str) -> int:
     """Lines of a source except blank lines, comments and docstrings."""
     lines = {
@@ -27,7 +49,7 @@ def num_code_lines(source: str) -> int:
         if token.type not in _NO_CODE
         for line in range(token.start[0], token.end[0] + 1)
     }
-    for node in ast.walk(parsed(source)):
+    for node in statements(parsed(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str())):
                 lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
