@@ -266,7 +266,7 @@ class Endpoint:
             arguments = {name: getattr(path, name) for name in request.path_params}
         if self.takes is not None:
             fields = await self._read_fields(request)
-            for name in [name for name in arguments if name in self.takes.model_fields]:
+            for name in self.takes.model_fields.keys() & arguments.keys():
                 value = arguments.pop(name)
                 if isinstance(fields, dict):
                     fields[name] = value
@@ -285,15 +285,15 @@ class Endpoint:
             return fields  # Validation reports the error.
         if request.scope["query_string"]:
             fields = dict(request.query_params) | fields
-        bearer = self._bearer
+        bearer, headers = self._bearer, headers_of(request)
         if bearer is not None and fields.get(bearer) is None:
-            fields |= {} if (token := bearer_token(request.headers)) is None else {bearer: token}
+            fields |= {} if (token := bearer_token(headers)) is None else {bearer: token}
         if self._is_traced and fields.get("traceparent") is None:
-            given = request.headers.get("traceparent")
+            given = headers.get("traceparent")
             if given is not None and TraceParent.parse(given) is not None:
                 fields["traceparent"] = given
         if self._is_repeatable and fields.get("idempotency_key") is None:
-            fields["idempotency_key"] = idempotency_key_of(request.headers)
+            fields["idempotency_key"] = idempotency_key_of(headers)
         return fields
 
     def _response(self, result: object) -> Response:
@@ -309,16 +309,20 @@ class Endpoint:
 
 def declared_size(request: Request) -> int:
     """The `Content-Length` in bytes, or 0 without one."""
-    declared = header(request, b"content-length")
-    return int(declared) if declared.isdigit() else 0
+    declared = headers_of(request).get("content-length", "")
+    return int(declared) if declared.isdecimal() else 0
 
 
-def header(request: Request, name: bytes) -> bytes:
-    """The first value of a header, faster than with Starlette's `Headers`. Empty without one."""
+def headers_of(request: Request) -> Mapping[str, str]:
+    """The first value of each header, by its name in lower case. The request keeps the dict.
+    Starlette's `Headers` would search a list for each name."""
     scope = request.scope
     if "parrot_headers" not in scope:
-        scope["parrot_headers"] = dict(reversed(scope["headers"]))
-    return bytes(scope["parrot_headers"].get(name, b""))
+        scope["parrot_headers"] = found = {}
+        for name, value in reversed(scope["headers"]):
+            found[name.decode("latin-1")] = value.decode("latin-1")
+    headers: Mapping[str, str] = scope["parrot_headers"]
+    return headers
 
 
 async def read_body(request: Request, rules: BodyRules = ANY_BODY) -> bytes:
@@ -364,9 +368,9 @@ async def read_json(
     `Origin` with each POST. A page of another site can make a browser send any other type. Before
     it sends JSON, the browser asks the server for permission (CORS)."""
     raw = await read_body(request, rules)
-    if not raw and "origin" not in request.headers:
+    if not raw and "origin" not in headers_of(request):
         return {}
-    declared = header(request, b"content-type").decode("latin-1")
+    declared = headers_of(request).get("content-type", "")
     if declared.partition(";")[0].strip().lower() != JSON:
         raise UnsupportedMediaType(f"the body must be declared as {JSON}, not {declared!r:.80}")
     if not raw:
@@ -423,7 +427,7 @@ def idempotency_key_of(headers: Mapping[str, str]) -> str | None:
 
 def knows_cluster_token(request: Request, expected: str | None) -> bool:
     """Whether the request has the cluster token, or no token is configured."""
-    return expected is None or tokens_equal(bearer_token(request.headers) or "", expected)
+    return expected is None or tokens_equal(bearer_token(headers_of(request)) or "", expected)
 
 
 def require_cluster_token(request: Request, expected: str | None) -> None:

@@ -28,6 +28,7 @@ from parrot.protocol.endpoint import (
     Verb,
     api_key_of,
     bearer_token,
+    headers_of,
     knows_cluster_token,
     require_cluster_token,
     taking,
@@ -250,7 +251,9 @@ class _ProgramRoutes:
     def _admits(self, request: Request) -> bool:
         """A large body is accepted only from a known session or key, which the headers contain."""
         core = self.core
-        credential = bearer_token(request.headers) or request.query_params.get("session_auth", "")
+        credential = bearer_token(headers_of(request)) or request.query_params.get(
+            "session_auth", ""
+        )
         if core.sessions.shard is not None:
             core.sessions.shard.require_token(credential)
         return core.sessions.is_auth(credential) or core.tenants.find_by_key(credential) is not None
@@ -336,7 +339,7 @@ def key_check(core: ServeCore) -> Check:
     """A check that requires an API key, if there are any."""
 
     def check(request: Request) -> None:
-        core.tenant(api_key_of(request.headers))
+        core.tenant(api_key_of(headers_of(request)))
 
     return check
 
@@ -349,7 +352,7 @@ def _holder_of(core: ServeCore, scope: Scope) -> Callable[[Request], str]:
     def holder(request: Request) -> str:
         if knows_cluster_token(request, token):
             return "operator"
-        tenant = core.tenants.find_by_key(api_key_of(request.headers) or "")
+        tenant = core.tenants.find_by_key(api_key_of(headers_of(request)) or "")
         if tenant is None:
             raise AuthenticationFailed(
                 f"missing or wrong cluster token, or API key with the scope `{scope}` "

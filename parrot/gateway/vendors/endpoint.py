@@ -24,6 +24,7 @@ from parrot.protocol.endpoint import (
     Described,
     Endpoint,
     api_key_of,
+    headers_of,
     idempotency_key_of,
     read_json,
 )
@@ -181,9 +182,7 @@ class VendorEndpoint(Endpoint):
             return self._failed(InternalError("internal error"), request_id)
 
     async def _ask(self, request: Request, request_id: str) -> Response:
-        # The first value of each header. The dict is faster than several searches.
-        given = reversed(request.scope["headers"])
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in given}
+        headers = headers_of(request)
         api_key = api_key_of(headers)
         tenant, span = self._core.tenant(api_key), None
         if (parent := headers.get("traceparent")) is not None:
