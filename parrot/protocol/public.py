@@ -84,7 +84,7 @@ class CallParameter(Payload):
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        num_names = len([name for name in self.names if getattr(self, name) is not None])
+        num_names = len(self.names) - list(map(self.__dict__.get, self.names)).count(None)
         if self.is_output:
             if self.value is not None:
                 raise ValueError(f"output `{self.name}` must not have a value")
