@@ -14,7 +14,6 @@ import orjson
 import stamina
 
 from parrot.engine.config import OpenAIConfig
-from parrot.engine.openai.connections import Origin, Reply, ServerConnections
 from parrot.engine.openai.dialects import BY_OWNER, DIALECTS, OPENAI, Dialect, LoadMetrics
 from parrot.engine.openai.logprobs import prompt_logprobs
 from parrot.engine.openai.probe import (
@@ -35,6 +34,7 @@ from parrot.engine.openai.wire import (
     parse_embeddings,
     request_body,
 )
+from parrot.protocol.connections import Origin, Reply, ServerConnections
 from parrot.protocol.engine_api import Capabilities
 from parrot.protocol.errors import (
     EngineFailed,
@@ -474,7 +474,7 @@ class Upstream:
         request_id = self._ids.claim(self._id_to_pass(question.request_id))
         has_ended = False
 
-        def on_event(data: bytes) -> bool:
+        def on_event(_: str, data: bytes) -> bool:
             nonlocal has_ended
             if data.strip() == DONE:
                 return True

@@ -1,4 +1,4 @@
-"""HTTP connections to the foreign server, for POST requests with a JSON body.
+"""HTTP connections to one server, for requests and answers in JSON.
 
     data_received -> HTTP parser -> events -> the request's `on_event`
 
@@ -8,7 +8,7 @@ it passes queues and tasks, which take longer than all other work for the event.
 import asyncio
 import socket
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -23,6 +23,7 @@ from parrot.protocol.transport import (
     decode_answer,
     encode_body,
 )
+from parrot.utils.addresses import is_address
 from parrot.utils.traceparent import TraceParent
 
 _CONNECT_TIMEOUT_S = 5.0  # Per address of the server.
@@ -33,8 +34,8 @@ _MAX_ANSWER = 2**28  # Bytes of an answer that is not a stream.
 _LARGE_BODY = 2**16  # Bytes from which a body is not copied next to its head.
 _PORTS = {"http": 80, "https": 443}
 
-OnEvent = Callable[[bytes], bool]
-"""Receives the data of an event. Returns whether the answer is complete."""
+OnEvent = Callable[[str, bytes], bool]
+"""Receives the name and the data of an event. Returns whether the answer is complete."""
 
 
 class Origin(NamedTuple):
@@ -105,9 +106,9 @@ class Reply:
                     raise InternalError(f"the server answered with more than {_MAX_ANSWER} bytes")
                 return
             assert self._on_event is not None
-            for _, event in self._events.feed(data):
+            for name, event in self._events.feed(data):
                 self.has_events = True
-                if self._on_event(event):
+                if self._on_event(name, event):
                     self.is_complete = True
                     self.finish()
                     self._connection.expect_end()
@@ -151,11 +152,14 @@ class _Connection(asyncio.Protocol):
         self._alarm: asyncio.TimerHandle | None = None
         self._ending: asyncio.TimerHandle | None = None  # From the last event to the answer's end.
         self._active_at = 0.0  # Last data of a stream, the start of another request, or its end.
+        self._timeout_s: float | None = None  # Of the last request.
         self._has_length = False  # The end of the answer does not close the connection.
         self._num_unused = 0  # Bytes since the last complete head or part of a body.
 
-    def send(self, head: bytes, body: bytes, on_event: OnEvent | None) -> Reply:
-        """Send a request on an idle connection."""
+    def send(
+        self, head: bytes, body: bytes, on_event: OnEvent | None, timeout_s: float | None
+    ) -> Reply:
+        """Send a request on an idle connection. `timeout_s`: see `ServerConnections.send`."""
         assert self._transport is not None
         assert self._reply is None
         self._active_at = self._loop.time()
@@ -164,8 +168,12 @@ class _Connection(asyncio.Protocol):
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        if self._alarm is None:
-            self._alarm = self._loop.call_later(self._pool.timeout_s, self._on_alarm)
+        if self._alarm is not None and timeout_s != self._timeout_s:
+            self._alarm.cancel()
+            self._alarm = None
+        self._timeout_s = timeout_s
+        if self._alarm is None and timeout_s is not None:
+            self._alarm = self._loop.call_later(timeout_s, self._on_alarm)
         return reply
 
     def abort(self) -> None:
@@ -219,13 +227,13 @@ class _Connection(asyncio.Protocol):
 
     def _on_alarm(self) -> None:
         self._alarm = None
-        if self._reply is None:
+        if self._reply is None or self._timeout_s is None:
             return
-        rest_s = self._active_at + self._pool.timeout_s - self._loop.time()
+        rest_s = self._active_at + self._timeout_s - self._loop.time()
         if rest_s > 0:
             self._alarm = self._loop.call_later(rest_s, self._on_alarm)
         else:
-            self._fail(f"no data for {self._pool.timeout_s:g} s")
+            self._fail(f"no data for {self._timeout_s:g} s")
             self.abort()
 
     def _fail(self, reason: str) -> None:
@@ -313,11 +321,10 @@ class ServerConnections:
         timeout_s: float,
     ) -> None:
         """`headers` and `query` are sent with each request. `tls`: for `https://`. None: the
-        certificates of the system are trusted. `timeout_s`: seconds for a whole answer, or between
-        two chunks of a stream."""
+        certificates of the system are trusted. `timeout_s`: of `post` and `stream`."""
         parts = urlsplit(base_url)
         self.base_url = base_url.rstrip("/")
-        self.timeout_s = timeout_s
+        self._timeout_s = timeout_s
         self._host = parts.hostname or ""
         self._port = parts.port or _PORTS[parts.scheme]
         self._path = parts.path.rstrip("/")
@@ -342,7 +349,7 @@ class ServerConnections:
 
     async def post(self, path: str, body: Any, origin: Origin = _NO_CLIENT) -> Any:
         """Send a request and return the decoded JSON answer."""
-        reply = await self._send(path, body, None, origin)
+        reply = await self.send("POST", path, body, None, origin, self._timeout_s)
         await reply.end()
         return self.decode(reply)
 
@@ -351,9 +358,36 @@ class ServerConnections:
     ) -> Reply:
         """Send a request and wait for its first event. `on_event` receives all events. An error of
         `on_event` fails the answer. The caller must `end` or `cancel` the answer."""
-        reply = await self._send(path, body, on_event, origin)
+        reply = await self.send("POST", path, body, on_event, origin, self._timeout_s)
         await reply.first()
         return reply
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        on_event: OnEvent | None,
+        origin: Origin,
+        timeout_s: float | None,
+    ) -> Reply:
+        """Send a request. `on_event`: see `stream`. `timeout_s`: seconds for a whole answer, or
+        between two chunks of a stream. None: no limit. The caller must `end` or `cancel` the
+        answer."""
+        raw = encode_body(body) or b""
+        target = f"{self._path}{path}{self._query}"
+        head = f"{method} {target} HTTP/1.1\r\n{self._head}Content-Length: {len(raw)}\r\n"
+        if (token := origin.bearer or self._bearer) is not None:
+            if not (token.isascii() and token.isprintable()):
+                raise InvalidRequest("the API key cannot be sent in a header")
+            head += f"Authorization: Bearer {token}\r\n"
+        given = origin.traceparent
+        if given and (span := TraceParent.parse(given)) is not None:
+            head += f"traceparent: {span}\r\n"
+        if origin.request_id:
+            head += f"X-Request-Id: {origin.request_id}\r\n"
+        connection = self._take_idle() or await self._connect()
+        return connection.send(f"{head}\r\n".encode("latin-1"), raw, on_event, timeout_s)
 
     def decode(self, reply: Reply) -> Any:
         """The JSON of a complete answer. Raises the server's error."""
@@ -385,22 +419,6 @@ class ServerConnections:
             rest_s = self._idle[0].idle_since - oldest
             self._sweep = loop.call_later(rest_s, self._close_idle)
 
-    async def _send(self, path: str, body: Any, on_event: OnEvent | None, origin: Origin) -> Reply:
-        raw = encode_body(body) or b""
-        target = f"{self._path}{path}{self._query}"
-        head = f"POST {target} HTTP/1.1\r\n{self._head}Content-Length: {len(raw)}\r\n"
-        if (token := origin.bearer or self._bearer) is not None:
-            if not (token.isascii() and token.isprintable()):
-                raise InvalidRequest("the API key cannot be sent in a header")
-            head += f"Authorization: Bearer {token}\r\n"
-        given = origin.traceparent
-        if given and (span := TraceParent.parse(given)) is not None:
-            head += f"traceparent: {span}\r\n"
-        if origin.request_id:
-            head += f"X-Request-Id: {origin.request_id}\r\n"
-        connection = self._take_idle() or await self._connect()
-        return connection.send(f"{head}\r\n".encode("latin-1"), raw, on_event)
-
     def _take_idle(self) -> _Connection | None:
         while self._idle:
             if (connection := self._idle.pop()).is_open:
@@ -408,11 +426,10 @@ class ServerConnections:
         return None
 
     async def _connect(self) -> _Connection:
-        loop = asyncio.get_running_loop()
         if self._is_tls and self._tls is None:
             self._tls = await asyncio.to_thread(ssl.create_default_context)
         try:
-            addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+            addresses = await self._addresses()
             for number, address in enumerate(addresses, 1):
                 try:
                     async with asyncio.timeout(_CONNECT_TIMEOUT_S):
@@ -424,6 +441,12 @@ class ServerConnections:
             reason = str(error) or type(error).__name__
             raise Unreachable(f"no answer from {self.base_url}: {reason}") from error
         raise Unreachable(f"no answer from {self.base_url}: the host has no address")
+
+    async def _addresses(self) -> Sequence[Any]:
+        if is_address(self._host):  # The event loop would start a thread.
+            return socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        loop = asyncio.get_running_loop()
+        return await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
 
     async def _connect_to(self, address: Any) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""The HTTP client of foreign servers, against servers that send scripted bytes."""
+"""The connections to a server, against servers that send scripted bytes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parrot.engine.openai.connections import OnEvent, Origin, ServerConnections, _Connection
+from parrot.protocol.connections import OnEvent, Origin, ServerConnections, _Connection
 from parrot.protocol.errors import (
     EngineFailed,
     InternalError,
@@ -97,7 +97,7 @@ def client(
 
 
 def collecting(found: list[bytes]) -> OnEvent:
-    def on_event(data: bytes) -> bool:
+    def on_event(_: str, data: bytes) -> bool:
         found.append(data.strip())
         return found[-1] == b"[DONE]"
 
@@ -119,6 +119,19 @@ async def test_requests_share_a_connection() -> None:
     assert server.bodies == [b'{"b":"c"}', b"{}"]
 
 
+async def test_each_request_has_its_own_timeout() -> None:
+    slow = [JSON_ANSWER[i : i + 1] for i in range(len(JSON_ANSWER))]  # Takes at least 0.4 s.
+    server = Scripted([JSON_ANSWER], slow, slow)
+    async with connected(server) as connections:
+        for timeout_s in (0.2, None):
+            reply = await connections.send("GET", "/x", None, None, Origin(), timeout_s)
+            await reply.end()
+        reply = await connections.send("GET", "/x", None, None, Origin(), 0.2)
+        with pytest.raises(Unavailable, match=r"no data for 0\.2 s"):
+            await reply.end()
+    assert server.num_connections == 1
+
+
 async def test_events_arrive_in_any_parts_and_the_connection_is_used_again() -> None:
     stream = EVENTS + piece(b"data: 1\n\ndata: 2\n") + piece(b"\ndata: [DONE]\n\n")
     parts = [stream[:20], stream[20:95], stream[95:110], stream[110:], LAST]
@@ -137,7 +150,7 @@ async def test_a_stream_whose_end_does_not_arrive_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Some servers wait until the client closes the connection."""
-    monkeypatch.setattr("parrot.engine.openai.connections._END_S", 0.05)
+    monkeypatch.setattr("parrot.protocol.connections._END_S", 0.05)
     stream = EVENTS + piece(b"data: [DONE]\n\n")
     server = Scripted([stream + LAST], [stream], [JSON_ANSWER])
     async with connected(server) as connections:
@@ -324,12 +337,12 @@ def test_any_bytes_end_a_request_and_spare_the_next_one(
         pool, transport = client(1), Idle()
         connection = _Connection(pool)
         connection.connection_made(transport)
-        reply = connection.send(b"", b"", collecting([]) if is_stream else None)
+        reply = connection.send(b"", b"", collecting([]) if is_stream else None, 5.0)
         for begin in range(0, len(data), size):
             if not transport.is_closed:
                 connection.data_received(data[begin : begin + size])
         if pool._take_idle() is connection:
-            following = connection.send(b"", b"", None)
+            following = connection.send(b"", b"", None, 5.0)
             connection.data_received(JSON_ANSWER)
             assert (following.body, following.error) == (b'{"a":1}', None)
         connection.connection_lost(None)
@@ -388,7 +401,7 @@ async def test_cancelled_requests_close_their_connection(script: list[bytes]) ->
 
 
 async def test_an_error_of_the_function_fails_the_answer() -> None:
-    def refuse(data: bytes) -> bool:
+    def refuse(name: str, data: bytes) -> bool:
         raise EngineFailed("broken event")
 
     server = Scripted([EVENTS + piece(b"data: 1\n\n")])
@@ -423,7 +436,7 @@ async def test_keys_that_headers_cannot_contain_are_refused(token: str) -> None:
 
 
 async def test_unused_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("parrot.engine.openai.connections._MAX_IDLE_S", 0.05)
+    monkeypatch.setattr("parrot.protocol.connections._MAX_IDLE_S", 0.05)
     server = Scripted([JSON_ANSWER], [JSON_ANSWER])
     async with connected(server) as connections:
         await connections.post("/x", {})
