@@ -47,8 +47,8 @@ class LivenessProbe:
 
 
 class _Server:
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.http = HttpClient(url, **options)
+    def __init__(self, http: Transport) -> None:
+        self.http = http
         self.liveness = LivenessProbe(self._ask, _PROBE_S)
         self._avoided_until = 0.0
 
@@ -73,9 +73,8 @@ class FailoverClient:
     `Unavailable` is raised, and later requests go to the next server. Health probes detect a server
     that hangs, except during streams."""
 
-    def __init__(self, urls: Sequence[str], **options: Any) -> None:
-        """`options` are arguments of each `HttpClient`."""
-        self._servers = [_Server(url, options) for url in urls]
+    def __init__(self, servers: Sequence[Transport]) -> None:
+        self._servers = [_Server(server) for server in servers]
         self._current = 0
 
     async def close(self) -> None:
@@ -144,8 +143,10 @@ class _Tries:
             await asyncio.sleep(_PAUSE_S)
 
 
-def client_of(urls: Sequence[str], **options: Any) -> Transport:
-    """The transport to a service with these URLs. `options` are arguments of `HttpClient`."""
-    if len(urls) == 1:
-        return HttpClient(urls[0], **options)
-    return FailoverClient(urls, **options)
+def client_of(
+    urls: Sequence[str], make: Callable[..., Transport] = HttpClient, **options: Any
+) -> Transport:
+    """The transport to a service with these URLs. `make` makes the client of a URL. It receives
+    the `options`."""
+    servers = [make(url, **options) for url in urls]
+    return servers[0] if len(servers) == 1 else FailoverClient(servers)

@@ -76,6 +76,12 @@ def test_an_address_without_a_scheme() -> None:
         P.VirtualMachine("localhost:9000")
 
 
+@pytest.mark.parametrize("url", ["http://localhost:99999", "http://localhost:x", "http://[::1"])
+def test_an_address_with_a_wrong_port_or_host(url: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"`{url}` is not a URL: ")):
+        P.VirtualMachine(url)
+
+
 def test_a_tool_that_tells_the_model_little(caplog: pytest.LogCaptureFixture) -> None:
     @P.tool
     def price(item) -> float:  # type: ignore[no-untyped-def]

@@ -14,6 +14,7 @@ from parrot.protocol import failover_client
 from parrot.protocol.errors import InvalidRequest, NoEngine, ParrotError, Standby, Unavailable
 from parrot.protocol.failover_client import FailoverClient, client_of
 from parrot.protocol.http import HttpClient
+from parrot.protocol.program_client import ProgramClient
 from tests.support.app_server import serve_app
 
 
@@ -69,7 +70,7 @@ async def client(*servers: Server | None) -> AsyncIterator[FailoverClient]:
         for i, server in enumerate(servers):
             if server is not None:
                 urls[i] = await stack.enter_async_context(serve_app(server, log_config=None))
-        http = FailoverClient(urls)
+        http = FailoverClient([ProgramClient(url) for url in urls])
         stack.push_async_callback(http.close)
         yield http
 
@@ -176,7 +177,7 @@ async def test_a_stream_that_breaks_in_the_middle_does_not_start_again_elsewhere
 
     other = Server("other")
     async with serve_app(half, log_config=None) as broken, serve_app(other) as url:
-        http = FailoverClient([broken, url])
+        http = FailoverClient([HttpClient(broken), HttpClient(url)])
         stream = http.stream("GET", "/stream")
         assert (await anext(stream))[0] == "delta"
         with pytest.raises(Unavailable):

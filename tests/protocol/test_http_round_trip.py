@@ -1,8 +1,8 @@
-"""Both transports against the base app of servers: over real sockets, and inside the process."""
+"""All transports against the base app of servers: over real sockets, and inside the process."""
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from itertools import count
 from typing import Any
@@ -40,8 +40,9 @@ from parrot.protocol.errors import (
     ValidationFailed,
 )
 from parrot.protocol.http import HttpClient
+from parrot.protocol.program_client import ProgramClient
 from parrot.protocol.public import EmptyResponse
-from parrot.protocol.transport import AppTransport, Transport
+from parrot.protocol.transport import AppTransport, Transport, Unreachable
 from tests.support.app_server import serve_app
 
 JSON = {"Content-Type": "application/json"}
@@ -139,11 +140,13 @@ async def client(probe: Probe) -> AsyncIterator[HttpClient]:
         yield http
 
 
-@pytest.fixture(params=["http", "in process"])
+@pytest.fixture(params=["http", "program", "in process"])
 async def transport(request: pytest.FixtureRequest, probe: Probe) -> AsyncIterator[Transport]:
-    if request.param == "http":
-        async with serve_app(make_app(probe)) as url, HttpClient(url) as http:
+    if request.param != "in process":
+        async with serve_app(make_app(probe)) as url:
+            http = HttpClient(url) if request.param == "http" else ProgramClient(url)
             yield http
+            await http.close()
     else:
         local = AppTransport(make_app(probe))
         yield local
@@ -261,10 +264,13 @@ async def test_a_body_of_undeclared_length_is_limited_too(client: HttpClient) ->
         assert (await response.json())["error"]["type"] == "payload_too_large"
 
 
-async def test_a_dead_server_is_unavailable() -> None:
-    async with HttpClient("http://127.0.0.1:9") as client:
-        with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"):
-            await client.request("GET", "/")
+@pytest.mark.parametrize("make", [HttpClient, ProgramClient])
+async def test_a_dead_server_is_unreachable(make: Callable[[str], Transport]) -> None:
+    client = make("http://127.0.0.1:9")
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9") as caught:
+        await client.request("GET", "/")
+    assert isinstance(caught.value.__cause__, OSError)
+    await client.close()
 
 
 async def test_a_client_timeout_is_unavailable_and_cancels_the_work(

@@ -23,6 +23,7 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.failover_client import LivenessProbe, client_of
 from parrot.protocol.limited import LimitedTransport
+from parrot.protocol.program_client import ProgramClient
 from parrot.protocol.public import (
     CallResponse,
     GraphRequest,
@@ -77,11 +78,11 @@ class Session:
         restart_timeout_s: float | None = None,
     ) -> None:
         """Raises `Unavailable` if no server answers, and `AuthenticationFailed` for a wrong key."""
+        # The first read uses the connection of the calls before it, which saves a round trip.
+        server = client_of(core_http_addr.split(","), ProgramClient)
         self.loop = BackgroundLoop()
         self.contexts: dict[Hashable, int] = {}
         """Kept contexts: the request_id whose context the next call of a function continues."""
-        # The first read uses the connection of the calls before it, which saves a round trip.
-        server = client_of(core_http_addr.split(","))
         self._calls = ServeClient(LimitedTransport(server, _NUM_CALLS))
         self._reads = ServeClient(LimitedTransport(server, _NUM_READS))
         self._watches = ServeClient(server)  # `trial_slots` limits them.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from parrot.frontend.pfunc.function import BasicFunction, Parameter, SemanticFunction
 from parrot.frontend.pfunc.semantic_variable import current_session
@@ -54,8 +55,8 @@ class VirtualMachine:
         `mode="debug"` logs every call. `on_demand`: a call runs only for a reader, unless its
         function has another setting. `app`: the name of the program on the web page, in metrics
         and in traces. `restart_timeout_s`: seconds for which calls and reads wait while ServeCore
-        restarts; needs a journal. None: three attempts. Raises `ValueError` for an address without
-        `http://` or `https://`."""
+        restarts; needs a journal. None: three attempts. Raises `ValueError` for an address that is
+        not a URL with `http://` or `https://`."""
         if mode not in ("release", "debug"):
             raise ValueError(f'mode must be "release" or "debug", not {mode!r}')
         # Accept the base URL of OpenAI clients, which ends with /v1.
@@ -64,6 +65,10 @@ class VirtualMachine:
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ValueError(f"`{url}` is not a URL: write `http://{url}`")
+            try:
+                _ = urlsplit(url).port
+            except ValueError as error:
+                raise ValueError(f"`{url}` is not a URL: {error}") from None
         self.core_http_addr = ",".join(urls)
         self.stat_run_time = 0.0
         self._api_key = api_key or os.environ.get("PARROT_KEY") or None
