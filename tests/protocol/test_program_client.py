@@ -24,6 +24,7 @@ async def client() -> AsyncIterator[ProgramClient]:
             yield "event: delta\ndata: 1\n\n"
             await asyncio.sleep(pause_s)
             yield "event: done\ndata: 2\n\n"
+            await asyncio.sleep(0.05)
 
         return StreamingResponse(body(), media_type="text/event-stream")
 
