@@ -110,12 +110,6 @@ class Fp8Weight(LayerWeight):
             return 1
         return num_splits(num_rows(x), self.weight, self.scales)
 
-    def _into(self, part: torch.Tensor, x: Rows) -> None:
-        if are_few(x):
-            self._few(x, part)
-        else:
-            part[0].copy_(self(x))
-
 
 def _new_rows(x: Rows, size: int) -> torch.Tensor:
     """As many rows as x has, of `size` numbers, in the type that x had before it was rounded."""

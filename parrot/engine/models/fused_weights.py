@@ -62,8 +62,17 @@ class LayerWeight(ABC):
         """residual += the product, in place. Returns the norm of the residual."""
 
     @abstractmethod
-    def _into(self, part: torch.Tensor, x: Rows) -> None:
-        """Write the product to `part` [splits, rows, outputs], split by inputs."""
+    def _few(self, x: Rows, out: torch.Tensor) -> torch.Tensor:
+        """Write the product of few rows to `out` [rows, outputs], or [splits, rows, outputs] split
+        by inputs. Returns `out`."""
+
+    def _many(self, x: Rows, out: torch.Tensor) -> None:
+        """Write the product of more rows to `out` [rows, outputs]."""
+        out.copy_(self(x))
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.weight)
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         """Whether `rotated` supports these rows and heads."""
@@ -78,7 +87,10 @@ class LayerWeight(ABC):
         if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
             part = exchanges.slot(self.slot, self._num_splits(x), residual)
             if part is not None:
-                self._into(part, x)
+                if are_few(x):
+                    self._few(x, part)
+                else:
+                    self._many(x, part[0])
                 return exchanges.sum_and_norm(part, residual, norm.weight, norm.eps)
         out = torch.empty_like(residual)
         return add_rms_norm(self.summed(x), residual, norm.weight, norm.eps, out)
@@ -88,28 +100,16 @@ class LayerWeight(ABC):
         return 1 if is_one else num_splits(num_rows(x), self.weight)
 
 
-@dataclass(frozen=True, slots=True)
-class Weight(LayerWeight):
-    """A weight in the model's type."""
+class UnroundedWeight(LayerWeight):
+    """A weight whose products read rows in the model's type."""
 
+    __slots__ = ()
     reads_e4m3: ClassVar[bool] = False
-
-    def __call__(self, x: Rows) -> torch.Tensor:
-        rows = rows_of(x)
-        if not are_few(x):
-            return F.linear(rows, self.weight, self.bias)
-        out = rows.new_empty(len(rows), len(self.weight))
-        return few_rows_linear(x, self.weight, out, bias=self.bias)
-
-    def rotated(self, x: Rows, where: Where) -> torch.Tensor:
-        return few_rows_qkv(x, self.weight, *where, bias=self.bias)
 
     def gated(self, x: Rows, *, for_e4m3: bool) -> torch.Tensor:
         rows = rows_of(x)
-        out = rows.new_empty(len(rows), len(self.weight) // 2)
-        if are_few(x):
-            return few_rows_linear(x, self.weight, out, bias=self.bias, silu=True)
-        return silu_mul(self(x), out)
+        out = rows.new_empty(len(rows), self.num_outputs // 2)
+        return self._few(x, out, silu=True) if are_few(x) else silu_mul(self(x), out)
 
     def add_and_norm(
         self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
@@ -118,18 +118,43 @@ class Weight(LayerWeight):
         is_whole = self.ranks is None and are_few(x)
         # Products in e4m3 round rows after their division by the root mean square.
         if is_whole and rows.dtype != torch.float16 and not for_e4m3:
-            gain, eps = norm.weight, norm.eps
-            return few_rows_add_and_norm(rows, self.weight, residual, gain, eps, bias=self.bias)
+            return self._few_and_norm(rows, residual, norm)
         return self._sum_and_norm(rows, residual, norm)
 
-    def _into(self, part: torch.Tensor, x: Rows) -> None:
+    @abstractmethod
+    def _few(self, x: Rows, out: torch.Tensor, *, silu: bool = False) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _few_and_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
+        """`add_and_norm` for few rows and a whole weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Weight(UnroundedWeight):
+    """A weight in the model's type."""
+
+    def __call__(self, x: Rows) -> torch.Tensor:
         rows = rows_of(x)
-        if are_few(x):
-            few_rows_linear(rows, self.weight, part, bias=self.bias)
-        elif self.bias is None:
-            torch.mm(rows, self.weight.t(), out=part[0])
+        if not are_few(x):
+            return F.linear(rows, self.weight, self.bias)
+        out = rows.new_empty(len(rows), len(self.weight))
+        return self._few(x, out)
+
+    def rotated(self, x: Rows, where: Where) -> torch.Tensor:
+        return few_rows_qkv(x, self.weight, *where, bias=self.bias)
+
+    def _few(self, x: Rows, out: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
+        return few_rows_linear(x, self.weight, out, bias=self.bias, silu=silu)
+
+    def _few_and_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
+        gain, eps = norm.weight, norm.eps
+        return few_rows_add_and_norm(rows, self.weight, residual, gain, eps, bias=self.bias)
+
+    def _many(self, x: Rows, out: torch.Tensor) -> None:
+        if self.bias is None:
+            torch.mm(rows_of(x), self.weight.t(), out=out)
         else:
-            torch.addmm(self.bias, rows, self.weight.t(), out=part[0])
+            torch.addmm(self.bias, rows_of(x), self.weight.t(), out=out)
 
 
 def are_few(x: Rows) -> bool:

@@ -1,13 +1,12 @@
 """Weights in codes with the products of the Triton kernels."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.fused import add_rms_norm, silu_mul
+from parrot.engine.kernels.fused import add_rms_norm
 from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.kernels.linear.words import (
     words_add_and_norm,
@@ -17,20 +16,13 @@ from parrot.engine.kernels.linear.words import (
 )
 from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
-from parrot.engine.models.fused_weights import (
-    LayerWeight,
-    Where,
-    are_few,
-    rows_of,
-)
+from parrot.engine.models.fused_weights import UnroundedWeight, Where, are_few, rows_of
 from parrot.engine.models.layers import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
-class WordsWeight(LayerWeight):
+class WordsWeight(UnroundedWeight):
     """A weight in codes. Its words are `weight`."""
-
-    reads_e4m3: ClassVar[bool] = False
 
     matrix: Words = field(kw_only=True)
 
@@ -50,26 +42,20 @@ class WordsWeight(LayerWeight):
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         return words_qkv(x, self.matrix, *where, bias=self.bias)
 
-    def gated(self, x: Rows, *, for_e4m3: bool) -> torch.Tensor:
-        rows = rows_of(x)
-        out = rows.new_empty(len(rows), self.matrix.outputs // 2)
-        if are_few(x):
-            return words_linear(x, self.matrix, out, bias=self.bias, silu=True)
-        return silu_mul(self(x), out)
+    @property
+    def num_outputs(self) -> int:
+        return self.matrix.outputs
 
-    def add_and_norm(
-        self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
-    ) -> Rows:
-        rows = rows_of(x)
-        is_whole = self.ranks is None and are_few(x)
-        if not is_whole or rows.dtype == torch.float16 or for_e4m3:
-            return self._sum_and_norm(rows, residual, norm)
+    def _few(self, x: Rows, out: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
+        return words_linear(x, self.matrix, out, bias=self.bias, silu=silu)
+
+    def _few_and_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
         splits = self._num_splits(rows)
         if splits == 1:
             gain, eps = norm.weight, norm.eps
             return words_add_and_norm(rows, self.matrix, residual, gain, eps, bias=self.bias)
         parts = rows.new_empty((splits, *residual.shape), dtype=torch.float32)
-        words_linear(rows, self.matrix, parts)
+        self._few(rows, parts)
         out = torch.empty_like(residual)
         return add_rms_norm(parts, residual, norm.weight, norm.eps, out)
 
@@ -77,13 +63,6 @@ class WordsWeight(LayerWeight):
         if not are_few(x) or self.bias is not None:
             return 1
         return WordsProduct.of(len(rows_of(x)), self.matrix).num_splits
-
-    def _into(self, part: torch.Tensor, x: Rows) -> None:
-        rows = rows_of(x)
-        if are_few(x):
-            words_linear(rows, self.matrix, part, bias=self.bias)
-        else:
-            part[0].copy_(self(rows))
 
 
 def words_product(x: Rows, matrix: Words, bias: torch.Tensor | None) -> torch.Tensor:
