@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
 
 from parrot import P
 from parrot.frontend.pfunc.function import SemanticCall
+from parrot.frontend.pfunc.metadata import FuncMetadata, NativeFuncMetadata, SemanticFuncMetadata
 from parrot.protocol.errors import InvalidRequest
-from parrot.protocol.public import SemanticCallRequest
+from parrot.protocol.public import NativeFields, SemanticCallRequest, SemanticFields
 
 
 @P.semantic_function()
@@ -20,6 +22,18 @@ def f(a: P.Input, b: P.Input, n: int, y: P.Output, z: P.Output(P.SamplingConfig(
 @P.semantic_function()
 def with_default(a: P.Input, y: P.Output, n: int = 3):
     """A {{a}} {{n}} {{y}}"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "wire"), [(SemanticFuncMetadata, SemanticFields), (NativeFuncMetadata, NativeFields)]
+)
+def test_options_have_the_defaults_of_requests(
+    kind: type[FuncMetadata], wire: type[BaseModel]
+) -> None:
+    """A request contains only the options that differ from their defaults."""
+    defaults = kind().model_dump(mode="json", exclude={"sep"})
+    assert defaults == {name: wire.model_fields[name].default for name in defaults}
+    assert kind().to_payload() == {}
 
 
 def payload_of(call: SemanticCall) -> dict[str, dict[str, Any]]:
@@ -33,8 +47,7 @@ def test_outside_a_session_the_call_itself_is_returned() -> None:
     payload = call.to_request_payload()
     assert payload["template"] == f.to_template_str()
     assert payload["func_name"] == "f"
-    assert payload["models"] == []
-    assert payload["remove_pure_fill"] is True
+    assert payload.keys() == {"func_name", "template", "parameters"}
     assert payload_of(call) == {
         "a": {"name": "a", "is_output": False, "value": "1"},
         "b": {"name": "b", "is_output": False, "value": "2"},

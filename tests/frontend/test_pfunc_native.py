@@ -30,7 +30,6 @@ def test_the_call() -> None:
         "func_source": add.source,
         "timeout": 2,
         "output_criteria": P.PerformanceCriteria.LATENCY,
-        "on_demand": None,
         "parameters": [
             {"name": "a", "is_output": False, "value": "1"},
             {"name": "b", "is_output": False, "value": "2"},

@@ -224,7 +224,7 @@ class SemanticCall(BasicCall):
         return await session.semantic_call(f"{self.func.name}()", payload)
 
     def _render(self, piece: FuncBodyPiece) -> str:
-        if isinstance(piece, Constant):
+        if isinstance(piece, Constant) or not isinstance(self.bindings[piece.param.name], tuple):
             return piece.text
         separator = self.func.metadata.sep
         return separator.join(placeholder(name) for name, _ in self.parts_of(piece.param))

@@ -45,7 +45,8 @@ class FuncMetadata(BaseModel, frozen=True):
     on_demand: StrictBool | None = None  # Run only for a reader. None: the session's setting.
 
     def to_payload(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", exclude={"sep"})
+        """The fields of a request, without those with ServeCore's defaults."""
+        return self.model_dump(mode="json", exclude={"sep"}, exclude_defaults=True)
 
 
 class SemanticFuncMetadata(FuncMetadata):
