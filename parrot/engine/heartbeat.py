@@ -21,7 +21,7 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import CoreIdentity
 from parrot.protocol.errors import InternalError, ParrotError, Standby, Unavailable
 from parrot.protocol.failover_client import client_of
-from parrot.protocol.serve_client import RegistrationClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.protocol.transport import Unreachable
 from parrot.utils.clock import Clock, MonotonicClock
 from parrot.utils.logs import LastWarning

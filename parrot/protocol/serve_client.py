@@ -1,4 +1,4 @@
-"""Async clients of ServeCore: its REST API for programs, and registration for engines."""
+"""The async client of ServeCore's REST API for programs."""
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -6,16 +6,6 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from pydantic import BaseModel
 
-from parrot.protocol.engine_api import (
-    EngineInfo,
-    HeartbeatRequest,
-    HeartbeatResponse,
-    LeaveRequest,
-    LeaveResponse,
-    RegisterRequest,
-    RegisterResponse,
-    RuntimeInfo,
-)
 from parrot.protocol.fields import PerformanceCriteria
 from parrot.protocol.public import (
     CallResponse,
@@ -42,7 +32,7 @@ from parrot.protocol.transport import (
 T = TypeVar("T", bound=BaseModel)
 
 _IN_HEAD = {"session_auth"}
-READ_MARGIN_S = 10.0  # Seconds that a client waits for an answer beyond the read's timeout.
+_READ_MARGIN_S = 10.0  # Seconds that a client waits for an answer beyond the read's timeout.
 
 
 class ReadParams(TypedDict, total=False):
@@ -193,50 +183,6 @@ class ServeClient:
         await self._http.request("GET", "/health", timeout_s=10.0)
 
 
-class RegistrationClient:
-    """The requests that engines send to ServeCore."""
-
-    def __init__(self, http: Transport) -> None:
-        self._http = http
-
-    async def close(self) -> None:
-        await self._http.close()
-
-    async def register_engine(self, engine: EngineInfo) -> RegisterResponse:
-        body = RegisterRequest(engine_config=engine).model_dump(mode="json")
-        answer = await self._http.request("POST", "/register_engine", body=body)
-        return read_answer(RegisterResponse, answer)
-
-    async def engine_heartbeat(
-        self,
-        engine_id: int,
-        engine_name: str,
-        runtime_info: RuntimeInfo,
-        core: str = "",
-    ) -> HeartbeatResponse:
-        """`core`: ServeCore's id from the registration."""
-        body = HeartbeatRequest(
-            engine_id=engine_id,
-            engine_name=engine_name,
-            runtime_info=runtime_info,
-            core=core,
-        ).model_dump(mode="json")
-        answer = await self._http.request("POST", "/engine_heartbeat", body=body)
-        return read_answer(HeartbeatResponse, answer)
-
-    async def engine_leave(self, engine_id: int, core: str, timeout_s: float) -> LeaveResponse:
-        """Stop receiving calls and wait for the running calls, for at most `timeout_s` seconds.
-        `core`: ServeCore's id from the registration."""
-        request = LeaveRequest(engine_id=engine_id, core=core, timeout_s=timeout_s)
-        answer = await self._http.request(
-            "POST",
-            "/engine_leave",
-            body=request.model_dump(mode="json"),
-            timeout_s=timeout_s + READ_MARGIN_S,
-        )
-        return read_answer(LeaveResponse, answer)
-
-
 def _read_params(options: ReadParams) -> dict[str, Any]:
     """The options under the server's names. Options that are None or False are omitted."""
     named = {name.removesuffix("_s"): value for name, value in options.items()}
@@ -250,4 +196,4 @@ def _query(fields: Mapping[str, Any]) -> dict[str, str]:
 def _read_timeout_s(options: ReadParams) -> float | None:
     """The client's timeout for a read, in seconds. None: no timeout."""
     timeout_s = options.get("timeout_s")
-    return None if timeout_s is None else timeout_s + READ_MARGIN_S
+    return None if timeout_s is None else timeout_s + _READ_MARGIN_S

@@ -92,3 +92,19 @@ def test_errors_are_at_hand() -> None:
 def test_unknown_attributes_are_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="nonsense"):
         parrot.nonsense  # noqa: B018
+
+
+def test_a_session_loads_no_second_http_client_and_no_requests_of_engines() -> None:
+    """aiohttp takes 0.1 s to import, and the models of engines take 10 ms."""
+    code = (
+        "import json, sys\n"
+        "from parrot import P\n"
+        "from parrot.protocol.errors import Unavailable\n"
+        "try:\n"
+        "    P.VirtualMachine('http://127.0.0.1:9').run(print)\n"
+        "except Unavailable:\n"
+        "    print(json.dumps(sorted(sys.modules)))\n"
+    )
+    loaded = json.loads(run_python(code))
+    assert "parrot.protocol.serve_client" in loaded
+    assert not {*HEAVY, "parrot.protocol.engine_api"}.intersection(loaded)

@@ -13,7 +13,7 @@ from starlette.routing import Route
 from parrot.protocol.engine_api import EngineInfo, EngineType
 from parrot.protocol.errors import ParrotError, Unavailable, ValidationFailed
 from parrot.protocol.http import HttpClient
-from parrot.protocol.serve_client import RegistrationClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app

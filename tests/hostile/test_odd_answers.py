@@ -31,7 +31,8 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.errors import InternalError, ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.protocol.public import CallParameter, SemanticCallRequest
-from parrot.protocol.serve_client import RegistrationClient, ServeClient
+from parrot.protocol.registration_client import RegistrationClient
+from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.transport import EventParser
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore

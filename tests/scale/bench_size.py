@@ -29,7 +29,7 @@ from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from parrot.engine.config import RegisteredConfig
 from parrot.protocol.engine_api import HeartbeatRequest
-from parrot.protocol.serve_client import RegistrationClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.protocol.transport import AppTransport
 from parrot.server.app import create_app
 from parrot.simulation import run_virtual

@@ -36,8 +36,8 @@ from parrot.protocol.engine_api import (
 from parrot.protocol.engine_client import EngineClient, OnChunk
 from parrot.protocol.errors import NotFound, ParrotError
 from parrot.protocol.http import HttpClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.protocol.sampling import DefaultSampling, Logprobs
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.ids import new_token
 from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of

@@ -17,8 +17,8 @@ from parrot.protocol.engine_api import (
 )
 from parrot.protocol.errors import UnsupportedField
 from parrot.protocol.http import HttpClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.protocol.sampling import SamplingConfig
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.server.app import create_app

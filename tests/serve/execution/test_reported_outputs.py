@@ -9,8 +9,8 @@ from parrot.engine.sim import byte_tokenizer_response
 from parrot.protocol.engine_api import OutputPart, RuntimeInfo
 from parrot.protocol.errors import Unavailable
 from parrot.protocol.http import HttpClient
+from parrot.protocol.registration_client import RegistrationClient
 from parrot.protocol.sampling import ResolvedSampling
-from parrot.protocol.serve_client import RegistrationClient
 from parrot.serve.config import CoreConfig
 from parrot.serve.core import ServeCore
 from parrot.serve.graph.nodes import Completion
