@@ -23,6 +23,13 @@ from tests.support.manual_clock import ManualClock
 LANGUAGE = Language.of(byte_tokenizer_response())
 MAX_IDLE_STEPS = 3000
 
+# Hypothesis checks each new strategy, so draws use these.
+FIRST_IDS = st.sampled_from([None, 1])
+KINDS = st.sampled_from(["root", "fork", "fork", "append"])
+LENGTHS = st.sampled_from([None, None, 0, 1, 2, 3, 5, 8, 13])
+PIECES = [st.lists(st.integers(97, 99), min_size=size, max_size=9) for size in (0, 1)]
+ADDED = st.lists(st.sampled_from([97, 98, 120, 121]), max_size=2)
+
 
 def next_token(context_ids) -> int:
     """A printable byte, or sometimes the end of the text."""
@@ -34,6 +41,10 @@ def after_last_token(context_ids) -> int:
     """Always the same token after a letter, so that texts repeat soon."""
     value = hash((context_ids[-1], 7))
     return EOS_ID if value % 23 == 0 else 97 + value % 26
+
+
+def one_of(data, values):
+    return values[data.draw(st.integers(0, len(values) - 1))]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -149,15 +160,14 @@ class EngineMachine(RuleBasedStateMachine):
         return [c for c in self.live if self.salts[c] == self.salt]
 
     def draw_piece(self, data) -> Piece:
-        first_id = data.draw(st.sampled_from([None, 1]))
-        num_min = 0 if first_id is None else 1
-        tokens = array("i", data.draw(st.lists(st.integers(97, 99), min_size=num_min, max_size=9)))
-        kind = data.draw(st.sampled_from(["root", "fork", "fork", "append"]))
-        if kind == "append" and self.usable:
-            return Piece(data.draw(st.sampled_from(self.usable)), tokens, first_id=first_id)
-        if kind == "fork" and self.usable:
-            parent = data.draw(st.sampled_from(self.usable))
-            length = data.draw(st.sampled_from([None, None, 0, 1, 2, 3, 5, 8, 13]))
+        first_id = data.draw(FIRST_IDS)
+        tokens = array("i", data.draw(PIECES[first_id is not None]))
+        kind = data.draw(KINDS)
+        if kind != "root" and (usable := self.usable):
+            parent = one_of(data, usable)
+            if kind == "append":
+                return Piece(parent, tokens, first_id=first_id)
+            length = data.draw(LENGTHS)
             return Piece(self.new_context(), tokens, parent, length, first_id)
         public = 0 if first_id is not None else data.draw(st.integers(0, len(tokens)))
         return Piece(self.new_context(), tokens, NO_PARENT, None, first_id, public)
@@ -188,7 +198,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(16):
             text.append(self.model(text))
         at = data.draw(st.integers(0, len(text)))
-        added = data.draw(st.lists(st.sampled_from([97, 98, 120, 121]), max_size=2))
+        added = data.draw(ADDED)
         return ([*text[:at], *added, *text[at:]],)
 
     @precondition(lambda self: self.live)

@@ -27,8 +27,9 @@ from tests.support.kernel_cases import SHARE_ALL
 from tests.support.manual_clock import ManualClock
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
-NUM_TOKENS = 36
-MANY_TOKENS = 64  # So many that contexts need blocks and slots of each other.
+NUM_TOKENS = 24
+MANY_TOKENS = 40  # So many that contexts need blocks and slots of each other.
+FEW_SLOTS, MANY_SLOTS = 12, 60
 PREFIX, OTHERS = 50, (1, 9, 30)  # Tokens of the common prefix, and of the prompts after it.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in TINY_CONFIGS}
 MODELS |= {
@@ -95,29 +96,36 @@ class Twins:
         return [answer.generated_ids for answer in answers]
 
 
-@pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
-def test_outputs_equal_those_of_transformers(
-    tmp_path: Path, family: str, overrides: Mapping[str, Any]
-) -> None:
-    twins = Twins(make_tiny_model(tmp_path / "model", family, overrides=overrides))
+def found_in_the_cache(twins: Twins, num_tokens: int) -> int:
+    """Check outputs of prompts, then those of forks inside the prompts and inside the outputs.
+    Returns how many tokens of the forks were not computed again."""
     rng = random.Random(0)
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
-    outputs = twins.found(prompts)
+    outputs = twins.found(prompts, num_tokens)
     twins.greedy.check(prompts, outputs)
 
     before = twins.runner.num_tokens
     forks = [
         [*prefix[:40], 7],
-        prompts[0] + outputs[0][:30],
-        [*prompts[0], *outputs[0][:17], 5],
-        prompts[2] + outputs[2],
+        prompts[0] + outputs[0][:18],
+        [*prompts[0], *outputs[0][:9], 5],
+        prompts[2] + outputs[2][:24],
     ]
-    twins.greedy.check(forks, twins.found(forks))
-    found = (
-        sum(map(len, forks)) + len(forks) * (NUM_TOKENS - 1) - (twins.runner.num_tokens - before)
-    )
-    assert found >= 32 + 80 + 64 + 112, "prefixes were not found in the cache"
+    twins.greedy.check(forks, twins.found(forks, num_tokens))
+    num_all = sum(map(len, forks)) + len(forks) * (num_tokens - 1)
+    return num_all - (twins.runner.num_tokens - before)
+
+
+ALL_FOUND = 32 + 64 + 48 + 96
+
+
+@pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
+def test_outputs_equal_those_of_transformers(
+    tmp_path: Path, family: str, overrides: Mapping[str, Any]
+) -> None:
+    twins = Twins(make_tiny_model(tmp_path / "model", family, overrides=overrides))
+    assert found_in_the_cache(twins, NUM_TOKENS) == ALL_FOUND
 
 
 WINDOWED = {
@@ -127,36 +135,32 @@ WINDOWED = {
 }
 
 
-@pytest.mark.parametrize("num_slots", [14, 60])
+@pytest.mark.parametrize("num_slots", [FEW_SLOTS, MANY_SLOTS])
 @pytest.mark.parametrize(("family", "overrides"), WINDOWED.values(), ids=WINDOWED)
 def test_outputs_with_window_slots(
     tmp_path: Path, family: str, overrides: Mapping[str, Any], num_slots: int
 ) -> None:
-    """With 14 slots, jobs are preempted, and windows are computed again."""
+    """With few slots, jobs are preempted, and windows are computed again."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
     twins = Twins(folder, num_slots=num_slots)
-    num_tokens = MANY_TOKENS if num_slots == 14 else NUM_TOKENS
-    rng = random.Random(0)
-    prefix = [rng.randrange(256) for _ in range(PREFIX)]
-    prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
-    outputs = twins.found(prompts, num_tokens)
-    twins.greedy.check(prompts, outputs)
-    forks = [
-        [*prefix[:40], 7],
-        prompts[0] + outputs[0][:30],
-        [*prompts[0], *outputs[0][:17], 5],
-        prompts[2] + outputs[2],
-    ]
-    before = twins.runner.num_tokens
-    twins.greedy.check(forks, twins.found(forks, num_tokens))
-    found = (
-        sum(map(len, forks)) + len(forks) * (num_tokens - 1) - (twins.runner.num_tokens - before)
-    )
-    assert found >= 32 + 80 + 64 + 112 or num_slots == 14
+    found = found_in_the_cache(twins, MANY_TOKENS if num_slots == FEW_SLOTS else NUM_TOKENS)
+    assert found < ALL_FOUND if num_slots == FEW_SLOTS else found == ALL_FOUND
 
 
-@pytest.mark.parametrize("slots", [{}, {"num_slots": 16, "num_host_slots": 40}], ids=["", "slots"])
-@pytest.mark.parametrize("name", ["gemma3", "gemma4", "cohere2", "mistral with a window"])
+SLOTS = {"num_slots": 16, "num_host_slots": 40}
+
+
+# Windows alone, and beside layers of the same shape and of another one.
+@pytest.mark.parametrize(
+    ("name", "slots"),
+    [
+        ("gemma4", {}),
+        ("mistral with a window", {}),
+        ("gemma4", SLOTS),
+        ("cohere2", SLOTS),
+        ("mistral with a window", SLOTS),
+    ],
+)
 def test_outputs_with_preemptions_and_a_host_tier(
     tmp_path: Path, name: str, slots: dict[str, int]
 ) -> None:

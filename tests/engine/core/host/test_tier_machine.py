@@ -12,7 +12,12 @@ from hypothesis.stateful import initialize, precondition, rule
 
 from parrot.engine.core.jobs import Piece
 from parrot.protocol.sampling import SamplingConfig
-from tests.engine.core.test_engine_core_machine import EngineMachine, after_last_token, as_test
+from tests.engine.core.test_engine_core_machine import (
+    EngineMachine,
+    after_last_token,
+    as_test,
+    one_of,
+)
 from tests.support.tiered_runner import TieredLaunchingRunner, TieredRunner
 
 
@@ -31,8 +36,8 @@ class TieredMachine(EngineMachine):
         self.runner.max_looks = self.slowness[1]
         self.runner.fail_every = fail_every
 
-    @rule(data=st.data(), num=st.integers(1, 6))
-    def drop_idle_kv(self, data, num):
+    @rule(num=st.integers(1, 6))
+    def drop_idle_kv(self, num):
         """Evict KV as if other requests needed the blocks."""
         self.core._scheduler.idle.evict(num)
 
@@ -73,7 +78,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
     @rule(data=st.data(), num_steps=st.integers(0, 20), num_evicted=st.sampled_from([0, 2, 99]))
     def go_on(self, data, num_steps, num_evicted):
         """A turn after another one, whose KV may be in CPU memory by then."""
-        parent = data.draw(st.sampled_from(self.usable))
+        parent = one_of(data, self.usable)
         for _ in range(num_steps):
             self.step()
         self.core._scheduler.idle.evict(num_evicted)
