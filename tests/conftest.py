@@ -12,11 +12,13 @@ import hypothesis
 import pytest
 import pytest_rerunfailures
 
+from tests.support.examples import NIGHTLY
 from tests.support.postgres import Server, running_server
 from tests.support.warm_servers import WarmServers
 
 # The time of an example depends on the machine more than on the code.
 hypothesis.settings.register_profile("parrot", deadline=None)
+hypothesis.settings.register_profile(NIGHTLY, deadline=None)
 hypothesis.settings.load_profile("parrot")
 
 _NO_DEVICE = "needs a CUDA device"

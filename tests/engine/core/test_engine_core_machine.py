@@ -18,6 +18,7 @@ from parrot.protocol.engine_api import NO_PARENT, DraftSources
 from parrot.protocol.sampling import SamplingConfig
 from tests.engine.core.oracle import Asked, Oracle
 from tests.support.checking_runner import CheckingRunner, LaunchingRunner
+from tests.support.examples import examples
 from tests.support.manual_clock import ManualClock
 
 LANGUAGE = Language.of(byte_tokenizer_response())
@@ -314,7 +315,7 @@ def as_test(machine: type[EngineMachine], num_rules: int = 30) -> Any:
     """The test case that runs the machine, `num_rules` rules at a time."""
     case = machine.TestCase
     case.settings = settings(
-        max_examples=25,
+        max_examples=examples(16),
         stateful_step_count=num_rules,
         phases=[Phase.explicit, Phase.reuse, Phase.generate],  # Shrinking takes minutes.
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

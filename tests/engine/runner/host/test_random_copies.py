@@ -17,7 +17,9 @@ from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
+from parrot.engine.runner.ranks import processes
 from parrot.utils.clock import MonotonicClock
+from tests.support import forked_modules
 from tests.support.random_world import World
 from tests.support.tiny_model import make_tiny_model
 
@@ -83,6 +85,7 @@ def undisturbed(tmp_path: Path) -> ModelRunner:
 def test_random_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, num_operations: int
 ) -> None:
+    monkeypatch.setattr(processes, "subprocess", forked_modules.instead_of_subprocess())
     core, runner = make_core(tmp_path, ranks)
     assert runner.info.num_ranks == ranks
     monkeypatch.setattr(runner, "landed", Unreliable(runner).landed)
