@@ -35,7 +35,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0.5, "seed": 2, "repetition_penalty": 1.1},
     "biased": {"temperature": 0, "logit_bias": {28: -2.0, 198: 1.5}},
     "stopped": {"temperature": 0, "stop_str": ["1", "b\n"]},
-    "schema": {"temperature": 0, "json_schema": PEOPLE, "max_gen_length": 36},
+    "schema": {"temperature": 0, "json_schema": PEOPLE, "max_gen_length": 24},
 }
 
 
@@ -47,7 +47,7 @@ def test_outputs_are_the_same_with_drafts() -> None:
     language = Language.of(tokenizer, GrammarCompiler.of(tokenizer, runner.info.vocab_size))
     encoded = [language.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     kinds = [kind for kind in SAMPLINGS for _ in encoded]
-    samplings = [SamplingConfig(**{"max_gen_length": 16, **SAMPLINGS[kind]}) for kind in kinds]
+    samplings = [SamplingConfig(**{"max_gen_length": 10, **SAMPLINGS[kind]}) for kind in kinds]
     prompts = encoded * len(SAMPLINGS)
     accepted: Counter[str] = Counter()
     drafted = assert_drafts_change_nothing(runner, language, prompts, samplings)

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -143,20 +142,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @cache
 def reports() -> dict[str, dict[str, Any]]:
-    with ThreadPoolExecutor(2) as pool:
-        found = pool.map(compile_variants, (list(VARIANTS)[::2], list(VARIANTS)[1::2]))
-        return {name: report for part in found for name, report in part.items()}
-
-
-def compile_variants(names: list[str]) -> dict[str, dict[str, Any]]:
-    """A process of its own: in this one the kernels may belong to the interpreter."""
+    """From another process: in this one the kernels may belong to the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
-    command = [sys.executable, str(script), *(json.dumps(VARIANTS[name]) for name in names)]
+    command = [sys.executable, str(script), *map(json.dumps, VARIANTS.values())]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return dict(zip(names, lines, strict=True))
+    return dict(zip(VARIANTS, lines, strict=True))
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -80,7 +80,7 @@ def undisturbed(tmp_path: Path) -> ModelRunner:
 
 @pytest.mark.parametrize(
     ("ranks", "num_operations"),
-    [(1, 400), pytest.param(3, 150, marks=pytest.mark.slow)],
+    [(1, 400), pytest.param(3, 100, marks=pytest.mark.slow)],
 )
 def test_random_operations(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, num_operations: int
