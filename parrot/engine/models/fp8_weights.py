@@ -18,10 +18,10 @@ from parrot.engine.kernels.linear.products import (
     is_blocked,
     num_splits,
 )
-from parrot.engine.kernels.linear.tiles import Product
+from parrot.engine.kernels.linear.tiles import FEW_E4M3_ROWS, FEW_ROWS, Product
 from parrot.engine.kernels.row_codes import CodedRows, row_codes
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product
-from parrot.engine.models.fused_weights import LayerWeight, Where, are_few, num_rows, rows_of
+from parrot.engine.models.fused_weights import LayerWeight, Where, num_rows, rows_of
 from parrot.engine.models.layers import RMSNorm
 
 
@@ -40,8 +40,12 @@ class Fp8Weight(LayerWeight):
     def of(cls, matrix: Fp8Matrix, bias: torch.Tensor | None) -> "Fp8Weight":
         return cls(matrix.codes, bias, scales=matrix.scales)
 
+    @property
+    def most_rows(self) -> int:
+        return FEW_ROWS if is_blocked(self.scales) else FEW_E4M3_ROWS
+
     def __call__(self, x: Rows) -> torch.Tensor:
-        if are_few(x) or not num_rows(x):
+        if self.are_few(x) or not num_rows(x):
             out = _new_rows(x, len(self.weight))
             return self._few(x, out) if len(out) else out
         coded = x if isinstance(x, CodedRows) else row_codes(rows_of(x))
@@ -58,7 +62,7 @@ class Fp8Weight(LayerWeight):
 
     def gated(self, x: Rows, *, for_e4m3: bool) -> Rows:
         width = len(self.weight) // 2
-        if are_few(x):
+        if self.are_few(x):
             coded = coded_rows(x, self.weight, self.scales, width, silu=True)
             bias, scales = self.bias, self.scales
             out = _new_rows(x, width)
@@ -73,7 +77,7 @@ class Fp8Weight(LayerWeight):
     def add_and_norm(
         self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
     ) -> Rows:
-        gain, eps, few = norm.weight, norm.eps, are_few(x)
+        gain, eps, few = norm.weight, norm.eps, self.are_few(x)
         if self.ranks is not None:
             return self._sum_and_norm(x, residual, norm)
         if few and self._is_row(len(residual)):
@@ -106,7 +110,9 @@ class Fp8Weight(LayerWeight):
         return can_rotate(shape, x, self.weight, self.scales)
 
     def _num_splits(self, x: Rows) -> int:
-        if not are_few(x) or self.bias is not None:
+        # The sum of ranks adds parts of at most `FEW_ROWS` rows.
+        most_rows = self.most_rows if self.ranks is None else FEW_ROWS
+        if num_rows(x) > most_rows or self.bias is not None:
             return 1
         return num_splits(num_rows(x), self.weight, self.scales)
 

@@ -18,7 +18,6 @@ from parrot.engine.models.fused_weights import (
     EMBEDDING_SLOT,
     OUT_SLOT,
     LayerWeight,
-    are_few,
 )
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
@@ -179,7 +178,7 @@ class FusedDecoder:
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         new = None
         is_plain = not attention.is_quantised and layer.head_norm is None
-        if is_plain and are_few(x) and qkv.can_rotate(shape, x):
+        if is_plain and qkv.can_rotate(shape, x):
             q = qkv.rotated(x, where)
         else:
             keep_k = bool(plan.buffers.work.dense)

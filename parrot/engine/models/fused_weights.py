@@ -74,6 +74,15 @@ class LayerWeight(ABC):
     def num_outputs(self) -> int:
         return len(self.weight)
 
+    @property
+    def most_rows(self) -> int:
+        """The limit of the products of few rows."""
+        return FEW_ROWS
+
+    def are_few(self, x: Rows) -> bool:
+        """Whether the products of few rows can read x."""
+        return 0 < num_rows(x) <= self.most_rows
+
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         """Whether `rotated` supports these rows and heads."""
         return can_rotate(shape, x, self.weight)
@@ -87,7 +96,7 @@ class LayerWeight(ABC):
         if self.ranks is not None and (exchanges := self.ranks.exchanges) is not None:
             part = exchanges.slot(self.slot, self._num_splits(x), residual)
             if part is not None:
-                if are_few(x):
+                if self.are_few(x):
                     self._few(x, part)
                 else:
                     self._many(x, part[0])
@@ -96,7 +105,7 @@ class LayerWeight(ABC):
         return add_rms_norm(self.summed(x), residual, norm.weight, norm.eps, out)
 
     def _num_splits(self, x: Rows) -> int:
-        is_one = not are_few(x) or self.bias is not None
+        is_one = not self.are_few(x) or self.bias is not None
         return 1 if is_one else num_splits(num_rows(x), self.weight)
 
 
@@ -109,13 +118,13 @@ class UnroundedWeight(LayerWeight):
     def gated(self, x: Rows, *, for_e4m3: bool) -> torch.Tensor:
         rows = rows_of(x)
         out = rows.new_empty(len(rows), self.num_outputs // 2)
-        return self._few(x, out, silu=True) if are_few(x) else silu_mul(self(x), out)
+        return self._few(x, out, silu=True) if self.are_few(x) else silu_mul(self(x), out)
 
     def add_and_norm(
         self, x: Rows, residual: torch.Tensor, norm: RMSNorm, *, for_e4m3: bool
     ) -> Rows:
         rows = rows_of(x)
-        is_whole = self.ranks is None and are_few(x)
+        is_whole = self.ranks is None and self.are_few(x)
         # Products in e4m3 round rows after their division by the root mean square.
         if is_whole and rows.dtype != torch.float16 and not for_e4m3:
             return self._few_and_norm(rows, residual, norm)
@@ -135,7 +144,7 @@ class Weight(UnroundedWeight):
 
     def __call__(self, x: Rows) -> torch.Tensor:
         rows = rows_of(x)
-        if not are_few(x):
+        if not self.are_few(x):
             return F.linear(rows, self.weight, self.bias)
         out = rows.new_empty(len(rows), len(self.weight))
         return self._few(x, out)
@@ -155,11 +164,6 @@ class Weight(UnroundedWeight):
             torch.mm(rows_of(x), self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, rows_of(x), self.weight.t(), out=out)
-
-
-def are_few(x: Rows) -> bool:
-    """Whether the products of few rows can read x."""
-    return 0 < num_rows(x) <= FEW_ROWS
 
 
 def num_rows(x: Rows) -> int:

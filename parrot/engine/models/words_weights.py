@@ -16,7 +16,7 @@ from parrot.engine.kernels.linear.words import (
 )
 from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
-from parrot.engine.models.fused_weights import UnroundedWeight, Where, are_few, rows_of
+from parrot.engine.models.fused_weights import UnroundedWeight, Where, rows_of
 from parrot.engine.models.layers import RMSNorm
 
 
@@ -34,7 +34,7 @@ class WordsWeight(UnroundedWeight):
         return words_product(x, self.matrix, self.bias)
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
-        if not are_few(x):
+        if not self.are_few(x):
             return False
         tile = WordsProduct.of(len(rows_of(x)), self.matrix).tile()
         return shape.head_dim % tile["BN"] == 0
@@ -60,7 +60,7 @@ class WordsWeight(UnroundedWeight):
         return add_rms_norm(parts, residual, norm.weight, norm.eps, out)
 
     def _num_splits(self, x: Rows) -> int:
-        if not are_few(x) or self.bias is not None:
+        if not self.are_few(x) or self.bias is not None:
             return 1
         return WordsProduct.of(len(rows_of(x)), self.matrix).num_splits
 

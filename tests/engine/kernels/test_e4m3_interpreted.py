@@ -18,7 +18,7 @@ from parrot.engine.kernels.linear.products import (
     few_rows_linear,
     few_rows_qkv,
 )
-from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.linear.tiles import FEW_E4M3_ROWS, FEW_ROWS, Product
 from parrot.engine.kernels.row_codes import CodedRows
 from parrot.engine.kernels.row_codes import row_codes as row_codes_on_device
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
@@ -70,6 +70,7 @@ def test_rows_are_rounded_to_the_same_bits_as_in_torch() -> None:
         *((rows, 21, 1500, rows % 2 == 0, False) for rows in (1, 2, 17, FEW_ROWS)),
         (17, 4100, 40, False, True),  # wide tiles
         (FEW_ROWS, 4100, 40, False, False),
+        *((FEW_E4M3_ROWS, 21, 300, silu, silu) for silu in (False, True)),
         (3, 4100, 300, True, True),
     ],
 )
@@ -134,7 +135,7 @@ def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None
     assert relative_error(parts[0], expected) < 1e-5
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 20, FEW_ROWS, FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 2, 20, FEW_ROWS + 1, FEW_E4M3_ROWS + 1])
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("make", [matrix, blocks])
 def test_a_layer_of_products(num_rows: int, is_last: bool, make: Callable[..., Fp8Matrix]) -> None:
@@ -166,7 +167,7 @@ def test_a_layer_of_products(num_rows: int, is_last: bool, make: Callable[..., F
     assert relative_error(last, rounded @ following.numbers().double().T) < 0.01
 
 
-@pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS + 1])
+@pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS + 1, FEW_E4M3_ROWS + 1])
 @pytest.mark.parametrize("in_e4m3", [(False, True, True), (True, False, True), (True, True, False)])
 def test_weights_of_both_types_beside_each_other(
     num_rows: int, in_e4m3: tuple[bool, bool, bool]
@@ -231,7 +232,7 @@ def test_qkv(num_rows: int, undivided: bool, make: Callable[..., Fp8Matrix]) -> 
 
 @pytest.mark.parametrize("silu", [False, True])
 def test_tiles_fit_a_multiprocessor(silu: bool) -> None:
-    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS):
+    for num_rows in (1, 16, 17, 32, 33, FEW_ROWS, FEW_E4M3_ROWS):
         for num_out in (64, 1024, 4095, 4096, 5120, 6144, 8193, 150_000):
             product = Product(num_rows, num_out, 8192, torch.float8_e4m3fn, silu)
             tile = product.matrix_tile()

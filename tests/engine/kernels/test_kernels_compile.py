@@ -20,6 +20,7 @@ MAX_SPILLED_BYTES = 16  # Triton 3.8 spills four registers of one variant.
 QUANTISED = {"kernel": "attention", "quantised": True}
 E4M3 = {"e4m3": True}
 BLOCKED = {**E4M3, "blocked": True}
+TALL = {**E4M3, "rows": 128, "warps": 8}
 ROW = {"matrix": False, **E4M3}
 SLICED = {"rows": 8, "outputs": 32, "slices": 2, "warps": 2}
 EIGHT_SLICES = {"rows": 16, "outputs": 32, "slices": 8, "stages": 4, "warps": 8}
@@ -87,6 +88,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear in e4m3 with silu": {"kernel": "linear", "stages": 4, "silu": True, **E4M3},
     "linear in e4m3 and residual": {"kernel": "linear", "add": True, "stages": 8, **E4M3},
     "linear in e4m3 of 64 rows": {"kernel": "linear", "rows": 64, "stages": 8, **E4M3},
+    "linear in e4m3 of 128 rows": {"kernel": "linear", "stages": 8, **TALL},
+    "linear in e4m3 of 128 rows with silu": {"kernel": "linear", "stages": 3, "silu": True, **TALL},
+    "qkv in e4m3 of 128 rows": {"kernel": "qkv", **TALL},
     "linear in e4m3 of blocks": {"kernel": "linear", "stages": 8, **BLOCKED},
     "linear in e4m3 of blocks with silu": {"kernel": "linear", "silu": True, **BLOCKED},
     "qkv in e4m3": {"kernel": "qkv", **E4M3},

@@ -9,7 +9,7 @@ from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.launch import KVView, early_launch, starts_early
 from parrot.engine.kernels.linear.matrix_kernels import few_rows_linear_kernel, few_rows_qkv_kernel
 from parrot.engine.kernels.linear.row_kernels import row_linear_kernel, row_qkv_kernel
-from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.linear.tiles import Product
 from parrot.engine.kernels.row_codes import CodedRows, row_codes
 
 
@@ -37,7 +37,7 @@ def few_rows_linear(
     scales: torch.Tensor | None = None,
     silu: bool = False,
 ) -> torch.Tensor:
-    """out [rows, n] = x [rows, k] weight^T + bias, with weight [n, k] and up to `FEW_ROWS` rows.
+    """out [rows, n] = x [rows, k] weight^T + bias, with weight [n, k] and few rows (`most_rows`).
 
     With `silu`, weight is [gate | up] with 2 n rows, and out = silu(gate) * up. With out
     [splits, rows, n], each split gets the product of a part of k; the caller sums them
@@ -167,9 +167,10 @@ def can_rotate(
 ) -> bool:
     """Whether `few_rows_qkv` supports these rows and heads."""
     rows, *_ = parts_of(x)
-    if len(rows) > FEW_ROWS:
+    product = _qkv_product(rows, weight, scales, shape)
+    if not 0 < len(rows) <= product.most_rows:
         return False
-    return shape.head_dim % _qkv_product(rows, weight, scales, shape).tile()["BN"] == 0
+    return shape.head_dim % product.tile()["BN"] == 0
 
 
 def _qkv_product(
@@ -208,7 +209,7 @@ def _launch(
     numbers, bias, scales = weight.numbers, weight.bias, weight.scales
     (num_rows, num_out), size = out.shape[-2:], rows.shape[1]
     splits = out.numel() // (num_rows * num_out)
-    assert len(rows) == num_rows <= FEW_ROWS, (rows.shape, out.shape)
+    assert len(rows) == num_rows, (rows.shape, out.shape)
     assert splits == 1 or (bias is None and not silu and squares is None), "parts of a product"
     assert numbers.shape == ((2 if silu else 1) * num_out, size), (numbers.shape, out.shape)
     assert (numbers.dtype == torch.float8_e4m3fn) == (scales is not None), numbers.dtype
@@ -216,6 +217,7 @@ def _launch(
     assert out.is_contiguous()
     assert rows.stride(1) == 1
     product = Product(num_rows, num_out, size, numbers.dtype, silu, is_blocked(scales))
+    assert num_rows <= product.most_rows, out.shape
     if splits == 1 and product.is_row:
         kernel, tile = row_linear_kernel, product.row_tile()
     else:

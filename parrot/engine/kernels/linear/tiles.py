@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 import triton
 
-FEW_ROWS = 64  # Most rows for which these products are faster than cuBLAS.
+# Most rows for which these products are faster than cuBLAS.
+FEW_ROWS = 64
+FEW_E4M3_ROWS = 128  # With weights and rows in e4m3, and a scale for each output.
 
 _SMALL = 8 << 20  # Below this number of weights, two rows are computed without the tensor core.
 # Most inputs without the tensor core, by number of rows. With more inputs the weights of two
@@ -38,6 +40,11 @@ class Product:
     dtype: torch.dtype
     silu: bool = False
     is_blocked: bool = False  # Weights in e4m3 with a scale for each block of 128 x 128.
+
+    @property
+    def most_rows(self) -> int:
+        is_e4m3 = self.dtype == torch.float8_e4m3fn
+        return FEW_E4M3_ROWS if is_e4m3 and not self.is_blocked else FEW_ROWS
 
     @property
     def is_row(self) -> bool:
@@ -82,6 +89,8 @@ class Product:
         members = max(_MIN_DOT, triton.next_power_of_2(self.rows))
         if self.dtype == torch.float8_e4m3fn:
             (outputs, columns), stages, warps = _E4M3_TILE, 4 if self.silu else 8, 4
+            if members > FEW_ROWS:  # The sums of 4 warps would exceed the registers.
+                stages, warps = 3 if self.silu else 8, 8
         else:
             choose = _tile_of_32 if self.rows <= _HALF else _tile_of_64
             outputs, columns, stages, warps = choose(self.outputs, silu=self.silu)

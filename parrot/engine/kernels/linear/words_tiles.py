@@ -88,6 +88,7 @@ class WordsProduct:
         if self.splits > 1:
             return 32, 4, 3 if self._members == _SLICED_ROWS else 4, 4
         # Such a product has few programs. Smaller blocks need more warps for as many steps.
-        slices = 4 if self._members == _SLICED_ROWS else 2
+        is_one_wave = triton.cdiv(self.outputs, 32) <= _FEW_PROGRAMS
+        slices = 4 if is_one_wave or self._members == _SLICED_ROWS else 2
         slices = min(_MAX_SLICES, slices * _LARGEST_BLOCK // self.block)
         return 32, slices, 4, slices
