@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.linear.products import coded_rows, few_rows_linear
+from parrot.engine.kernels.linear.tiles import FEW_E4M3_ROWS, FEW_ROWS
 from parrot.engine.kernels.row_codes import CodedRows
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
 from parrot.engine.models.fp8_weights import Fp8Weight
@@ -47,7 +48,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> No
 
 @pytest.mark.parametrize("make", [matrix, blocks])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 2048)])
-@pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 128, 129, 300])
 def test_products(
     outputs: int, inputs: int, rows: int, make: Callable[[int, int], Fp8Matrix]
 ) -> None:
@@ -55,7 +56,7 @@ def test_products(
     x = torch.randn(rows, inputs, device="cuda", dtype=torch.bfloat16)
     expected = product(x, weight)
     assert_close(fp8_product(*row_codes(x), weight, None, x.dtype), expected, inputs)
-    if rows <= 64:
+    if rows <= (FEW_ROWS if make is blocks else FEW_E4M3_ROWS):
         out = torch.full((rows, outputs), float("nan"), device="cuda", dtype=x.dtype)
         read = coded_rows(x, weight.codes, weight.scales, outputs)
         few_rows_linear(read, weight.codes, out, scales=weight.scales)
@@ -63,7 +64,7 @@ def test_products(
 
 
 @pytest.mark.parametrize("make", [matrix, blocks])
-@pytest.mark.parametrize("rows", [1, 4, 20, 64, 300])
+@pytest.mark.parametrize("rows", [1, 4, 20, 64, 100, 300])
 def test_a_layer_of_products(rows: int, make: Callable[[int, int], Fp8Matrix]) -> None:
     hidden, inner = 4096, 14336
     gate_up, down = make(2 * inner, hidden), make(hidden, inner)

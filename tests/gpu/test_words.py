@@ -176,7 +176,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     return [[rng.randrange(250) for _ in range(length)] for length in lengths]
 
 
-def outputs(model: Path, dtype: str, tokenizer: str | None = None) -> tuple[list[list[int]], float]:
+def outputs(model: Path, dtype: str, tokenizer: str = "") -> tuple[list[list[int]], float]:
     """Greedy outputs, and the MiB of weights."""
     config = {"model": str(model), "device": "cuda", "dtype": dtype, "tokenizer": tokenizer}
     config |= {"instance": {"num_kv_cache_blocks": 64}}
