@@ -8,6 +8,7 @@ import orjson
 import pytest
 from starlette.requests import Request
 
+from parrot.engine import app
 from parrot.engine.app import Fence, ReorderBuffer, create_app
 from parrot.engine.config import SimConfig
 from parrot.engine.sim import SimService
@@ -140,16 +141,17 @@ async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:
         assert not fence._attempts
 
 
-def test_so_many_calls_are_remembered() -> None:
+def test_so_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_MAX_CALLS", 64)
     fence = Fence()
-    for task_id in range(65_537):
+    for task_id in range(65):
         fence.check_submission(
             GenerateRequest.model_construct(task_id=task_id, attempt=2), fence.era
         )
     late = GenerateRequest.model_construct(task_id=1, attempt=1)
     with pytest.raises(Cancelled):
         fence.check_submission(late, fence.era)
-    assert len(fence._attempts) == 65_536
+    assert len(fence._attempts) == 64
     fence.check_submission(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
 
 

@@ -11,6 +11,7 @@ from parrot.engine.core.steps import StepPlan
 from parrot.protocol.engine_api import StepCosts
 from tests.support.answer import Answer
 from tests.support.core_harness import Harness, piece
+from tests.support.examples import examples
 
 COSTS = StepCosts()  # The costs of an engine that has measured no step.
 CHAT = TenantShare("b", step_growth=0.25)
@@ -196,7 +197,7 @@ JOB = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.lists(JOB, min_size=30, max_size=90), st.integers(60, 200))
 def test_limits_do_not_change_outputs(
     jobs: list[tuple[int, int, int, int, int]], num_blocks: int

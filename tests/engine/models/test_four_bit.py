@@ -175,7 +175,7 @@ def test_the_embedded_model_says_the_same_with_four_bits() -> None:
     assert all(isinstance(x, FourBitLinear) for layer in packed.layers for x in layer.linears)
     assert packed.num_bytes < 1.3 * rounded.num_bytes
     divergences: dict[str, list[float]] = {"rounded": [], "packed": []}
-    for first in range(16):
+    for first in range(0, 16, 2):
         ids = [504, 9804 + first, 314, 253 + 37 * first]
         want = log_probabilities(exact, ids)
         for name, model in (("rounded", rounded), ("packed", packed)):

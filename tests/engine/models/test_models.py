@@ -1,9 +1,11 @@
 """Random tiny models of every architecture against their transformers twins, in float32."""
 
+import copy
+import functools
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +84,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 class LogitsRunner(ModelRunner):
     """Keeps the hidden states' logits of every row of the last step."""
 
-    def __init__(self, model: Decoder) -> None:
+    def __init__(self, shared: Decoder) -> None:
+        model = copy.copy(shared)
         super().__init__(model, 256, 4, CpuOptions(gate=SHARE_ALL))
         self.last: torch.Tensor | None = None
         forward = model.forward
@@ -100,12 +103,33 @@ class LogitsRunner(ModelRunner):
         model.forward = recording  # type: ignore[method-assign]
 
 
-def build(folder: Path) -> tuple[LogitsRunner, torch.nn.Module]:
-    checkpoint = open_checkpoint(str(folder))
+def decoder_of(folder: Path) -> Decoder:
+    return load_decoder(open_checkpoint(str(folder)), torch.float32, CPU)
+
+
+def build(folder: Path) -> tuple[Decoder, torch.nn.Module]:
     twin = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    return LogitsRunner(load_decoder(checkpoint, torch.float32, CPU)), twin
+    return decoder_of(folder), twin
+
+
+@pytest.fixture(scope="module")
+def variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
+    """The model and its twin in transformers, by the index in `VARIANTS`."""
+
+    @functools.cache
+    def of(index: int) -> tuple[Decoder, torch.nn.Module]:
+        family, overrides = VARIANTS[index]
+        folder = tmp_path_factory.mktemp(family) / "model"
+        return build(make_tiny_model(folder, family, overrides=overrides))
+
+    return of
+
+
+all_variants = pytest.mark.parametrize(
+    "index", range(len(VARIANTS)), ids=[f"{f}-{i}" for i, (f, _) in enumerate(VARIANTS)]
+)
 
 
 def twin_logits(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
@@ -114,16 +138,11 @@ def twin_logits(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"), VARIANTS, ids=[f"{f}-{i}" for i, (f, _) in enumerate(VARIANTS)]
-)
-def test_logits_equal_those_of_transformers(
-    tmp_path: Path, family: str, overrides: Mapping[str, Any]
-) -> None:
+@all_variants
+def test_logits_equal_those_of_transformers(variant: Callable[[int], Any], index: int) -> None:
     """Fills in odd chunks and decodes mixed in the same steps, one context forked from another."""
-    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
-    runner, twin = build(folder)
-    driver = Driver(runner)
+    model, twin = variant(index)
+    driver = Driver(LogitsRunner(model))
     rng = random.Random(0)
     contexts = [driver.context([rng.randrange(256) for _ in range(n)]) for n in (23, 5, 90, 1)]
     want = {c.context_id: twin_logits(twin, c.tokens) for c in contexts}
@@ -151,16 +170,13 @@ def check_step(
         row += count
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"), VARIANTS, ids=[f"{f}-{i}" for i, (f, _) in enumerate(VARIANTS)]
-)
+@all_variants
 def test_pooled_states_equal_those_of_transformers(
-    tmp_path: Path, family: str, overrides: Mapping[str, Any]
+    variant: Callable[[int], Any], index: int
 ) -> None:
     """Some rows of each sequence, with others in the step that sample."""
-    folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
-    runner, twin = build(folder)
-    driver = Driver(runner)
+    model, twin = variant(index)
+    driver = Driver(ModelRunner(model, 256, 4, CpuOptions(gate=SHARE_ALL)))
     rng = random.Random(0)
     contexts = [driver.context([rng.randrange(256) for _ in range(n)]) for n in (23, 5, 90, 1)]
     states = {c.context_id: twin_states(twin, c.tokens) for c in contexts}
@@ -197,8 +213,8 @@ def test_every_architecture_has_a_tiny_model() -> None:
 
 def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
     """Forks of one context in one step: read once, logits as if alone."""
-    folder = make_tiny_model(tmp_path / "model", "llama")
-    runner, twin = build(folder)
+    model, twin = build(make_tiny_model(tmp_path / "model", "llama"))
+    runner = LogitsRunner(model)
     driver = Driver(runner)
     parent = driver.context(list(range(100)))
     driver.step([(parent, 100)])
@@ -305,7 +321,7 @@ def test_the_language_model_of_a_model_with_images(
     tmp_path: Path, architecture: str, family: str, prefix: str
 ) -> None:
     folder = make_tiny_model(tmp_path / "model", family)
-    want, _ = build(folder)
+    want = LogitsRunner(decoder_of(folder))
     path = folder / "model.safetensors"
     tensors = {
         f"{prefix}{name.removeprefix('model.')}" if name.startswith("model.") else name: tensor

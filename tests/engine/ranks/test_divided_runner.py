@@ -95,20 +95,20 @@ def outputs(runner: ModelRunner) -> Outcome:
     """A batch of prompts in chunks, forks inside and at blocks, and samplings of all kinds."""
     driver = Driver(runner)
     prompts = [[1, 2, 3], [250, 4], [7] * 21]
-    found: Outcome = [driver.generate([driver.context(p) for p in prompts], 8, chunk=5)]
+    found: Outcome = [driver.generate([driver.context(p) for p in prompts], 5, chunk=5)]
     parent = driver.context([i * 7 % 250 for i in range(22)])
     driver.step([(parent, 22)])
     children = [driver.fork(parent, length) for length in (22, 20, 9)]
     for i, child in enumerate(children):
         child.tokens += [100 + i]
-    found.append(driver.generate(children, 6))
+    found.append(driver.generate(children, 4))
     for sampling in (
         ResolvedSampling(temperature=1.3, seed=5),
         ResolvedSampling(temperature=0.9, top_p=0.8, top_k=40),
         ResolvedSampling(temperature=1.0, presence_penalty=1.5, repetition_penalty=1.3),
         ResolvedSampling(temperature=0.0, logit_bias={17: 3.0, 258: -100.0}),
     ):
-        found.append(driver.generate([driver.context(p) for p in prompts], 5, sampling=sampling))
+        found.append(driver.generate([driver.context(p) for p in prompts], 3, sampling=sampling))
     return found
 
 
