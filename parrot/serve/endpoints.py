@@ -72,7 +72,7 @@ _EVENTS = (
 
 
 def endpoints(core: ServeCore) -> list[Endpoint]:
-    """All endpoints. Routes are tried in order, so the two that every call needs come first."""
+    """All endpoints. Routes are tried in order, so the reads come first."""
     return [*_program_endpoints(core), *_service_endpoints(core), *_admin_endpoints(core)]
 
 
@@ -99,6 +99,15 @@ class _ProgramRoutes:
                 "Wait for a variable's value (long poll), and start the call that sets it",
                 _READ,
                 wait=Wait.NOTHING,
+            ),
+            Endpoint(
+                "GET",
+                "/v1/semantic_var/{var_id}/stream",
+                self._stream_var,
+                "A variable's text while it is generated",
+                body=SMALL_BODY,
+                access=Access.SESSION,
+                described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
             ),
             self._route(
                 "POST",
@@ -179,15 +188,6 @@ class _ProgramRoutes:
                 _READ,
                 wait=Wait.NOTHING,
                 body=known,
-            ),
-            Endpoint(
-                "GET",
-                "/v1/semantic_var/{var_id}/stream",
-                self._stream_var,
-                "A variable's text while it is generated",
-                body=SMALL_BODY,
-                access=Access.SESSION,
-                described=Described(_READ, about=_EVENTS, media_type="text/event-stream"),
             ),
         ]
 

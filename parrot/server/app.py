@@ -92,8 +92,8 @@ def create_app(core: ServeCore, journal: Journal | None = None) -> FastAPI:
         served = [on_home_shard(core, config.shards.cores, endpoint) for endpoint in served]
     if audit is not None:
         served = [audited(one, audit) if is_operator_endpoint(one) else one for one in served]
-    # Routes are tried in order. The vendors' routes receive the most requests.
-    served = [*vendor_endpoints(core, turns), *response_endpoints(core, responses), *served]
+    # Routes with parameters are tried in order. The reads of programs are the most frequent.
+    served = [*served, *vendor_endpoints(core, turns), *response_endpoints(core, responses)]
     shown = [] if page is None else page.routes()
     install(app, served, shown, access=Access.API_KEY, check=key_check(core))
     return app
