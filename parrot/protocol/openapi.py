@@ -83,15 +83,15 @@ def install(
     routes = [*(endpoint.route() for endpoint in (*endpoints, page)), *others]
     list(rules(routes))
     app.router.routes[:] = routes
+    of_several_paths: list[BaseRoute] = []
     for route in routes:
-        if isinstance(route, Route) and "{" not in route.path:
-            for method in route.methods or ():
-                scope = {"type": "http", "method": method, "path": route.path}
-                for first in routes:  # An earlier route with parameters may match.
-                    if first.matches(scope)[0] is Match.FULL:
-                        break
-                if first is route:
-                    app.direct[method, route.path] = route.app
+        if not isinstance(route, Route) or "{" in route.path:
+            of_several_paths.append(route)
+            continue
+        for method in route.methods or ():
+            scope = {"type": "http", "method": method, "path": route.path}
+            if not any(first.matches(scope)[0] is Match.FULL for first in of_several_paths):
+                app.direct.setdefault((method, route.path), route.app)
     _install_description(app, endpoints)
 
 
