@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import hypothesis
 import pytest
 import pytest_rerunfailures
 
+from parrot.serve.prompts.templates import TemplateSandbox
 from tests.support.examples import NIGHTLY
 from tests.support.postgres import Server, running_server
 from tests.support.warm_servers import WarmServers
@@ -79,6 +81,15 @@ def frozen_objects() -> Iterator[None]:
     leaving = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parrot.utils.collector.gc", leaving)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compiled_templates() -> Iterator[None]:
+    """Compile each chat template once. Thousands of ServeCores in tests have the same templates."""
+    once = lru_cache(maxsize=64)(TemplateSandbox().compile)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TemplateSandbox, "compile", lambda _, source: once(source))
         yield
 
 
