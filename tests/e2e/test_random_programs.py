@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from parrot.simulation import run_virtual
 from tests.e2e.random_programs import tell
 from tests.e2e.sequential_reference import Output, Place, Reference
+from tests.support.examples import examples
 
-NUM_EXAMPLES = int(os.environ.get("PARROT_EXAMPLES", "60"))
+NUM_EXAMPLES = int(os.environ.get("PARROT_EXAMPLES", examples(36)))
 LONG = NUM_EXAMPLES > 1000
 
 

@@ -42,6 +42,7 @@ from parrot.serve.execution.dispatcher import Dispatcher
 from parrot.serve.graph.nodes import CompletionState
 from parrot.serve.sessions import Session
 from tests.journal.replayed import MemoryFile, _error, asked_calls, state_of
+from tests.support.examples import examples
 from tests.support.held_world import held_engine
 from tests.support.manual_clock import ManualClock
 
@@ -295,7 +296,7 @@ def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
 
 
 @given(st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
     asyncio.run(_run_and_replay(data))
 

@@ -25,6 +25,7 @@ from parrot.serve.graph.nodes import (
 )
 from parrot.utils.tasks import Backlog
 from tests.serve.graph.held_runner import HeldRunner, add_reader, make_graph
+from tests.support.examples import examples
 from tests.support.requests import given, made, native, semantic, taken
 
 CRITERIA = st.sampled_from(list(PerformanceCriteria))
@@ -338,6 +339,6 @@ class SlicedGraphMachine(GraphMachine):
 
 
 TestSlicedGraphMachine = SlicedGraphMachine.TestCase
-TestSlicedGraphMachine.settings = settings(max_examples=60, stateful_step_count=40)
+TestSlicedGraphMachine.settings = settings(max_examples=examples(40), stateful_step_count=40)
 TestGraphMachine = GraphMachine.TestCase
-TestGraphMachine.settings = settings(max_examples=150, stateful_step_count=40)
+TestGraphMachine.settings = settings(max_examples=examples(90), stateful_step_count=40)
