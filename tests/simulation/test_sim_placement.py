@@ -16,7 +16,7 @@ from parrot.protocol.serve_client import ServeClient
 from parrot.serve.config import GlobalSchedulerConfig
 from parrot.simulation import PATIENT, SimCluster, run_virtual
 
-NUM_ENGINES, SIBLINGS, PREFIX, OUTPUT = 3, 12, 3000, 24
+NUM_ENGINES, SIBLINGS, PREFIX, OUTPUT = 3, 9, 3000, 24
 ENGINE = SimConfig.model_validate(
     {"scheduler": {"max_num_batched_tokens": 2048}, "instance": {"sequence_s": 4e-4}}
 )
