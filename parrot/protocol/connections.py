@@ -9,6 +9,7 @@ import asyncio
 import socket
 import ssl
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -306,6 +307,12 @@ class _Connection(asyncio.Protocol):
         return None
 
 
+@cache
+def _system_tls() -> ssl.SSLContext:
+    """The settings of TLS with the certificates of the system. Loading them takes 20 ms."""
+    return ssl.create_default_context()
+
+
 class ServerConnections:
     """Keep-alive connections to one server. Raises the errors of `Transport`."""
 
@@ -427,7 +434,7 @@ class ServerConnections:
 
     async def _connect(self) -> _Connection:
         if self._is_tls and self._tls is None:
-            self._tls = await asyncio.to_thread(ssl.create_default_context)
+            self._tls = await asyncio.to_thread(_system_tls)
         try:
             addresses = await self._addresses()
             for number, address in enumerate(addresses, 1):
