@@ -62,6 +62,24 @@ def in_front() -> str:
     return _with_source(heads, rows, name)
 
 
+def in_front_programs() -> str:
+    """The completion times of applications with the clients that programs use, and lean ones."""
+    name = "in_front_programs_h200"
+    clients = {
+        "pfunc": "Python front end, through Parrot",
+        "openai": "package `openai`, directly",
+        "graph": "`parrot bench`, through Parrot",
+        "plain": "`parrot bench`, directly",
+    }
+    cases: dict[str, dict[str, float]] = {}
+    for row in load(f"{name}.json")["cases"]:
+        cases.setdefault(row["case"], {})[row["client"]] = row["p50_e2el_ms"]
+    rows: list[list[Cell]] = [
+        [case, *(f"{times[client]:,.0f}" for client in clients)] for case, times in cases.items()
+    ]
+    return _with_source(["E2E p50, ms", *clients.values()], rows, name)
+
+
 def shared_prompts() -> str:
     found = load(f"{_SIDE_BY_SIDE}.json")
     sides = (("Parrot", "parrot_7b"), ("vLLM with cascade attention", "vllm_7b_cascade"))
