@@ -109,10 +109,9 @@ def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
         for i, child in enumerate(children):
             child.tokens += [100 + i]
         outputs.append(driver.generate(children, 140))
-        outputs.append(
-            [driver.generate([driver.context(c.tokens[: -c.num_output])], 140)[0] for c in children]
-        )
         assert (runner.planner.num_shared_tokens > 140 * 32) == (gate is not None)
+    prompts = [c.tokens[: -c.num_output] for c in children]
+    outputs.append([driver.generate([driver.context(p)], 140)[0] for p in prompts])
     assert all(output == outputs[0] for output in outputs)
 
 
