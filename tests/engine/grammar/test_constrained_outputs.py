@@ -26,7 +26,7 @@ async def service() -> AsyncIterator[EngineService]:
         model="embedded",
         device="cpu",
         dtype="float32",
-        instance={"num_kv_cache_blocks": 512},
+        instance={"num_kv_cache_blocks": 512, "num_threads": 1},
     )
     service = create_service(config)
     await service.start()

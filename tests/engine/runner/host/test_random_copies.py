@@ -62,6 +62,7 @@ def make_core(tmp_path: Path, ranks: int) -> tuple[EngineCore, ModelRunner]:
                 "host_kv_gb": NUM_HOST_BLOCKS * layout.block_bytes / GIB,
                 "block_size": BLOCK_SIZE,
                 "max_seq_len": 400,
+                "num_threads": 1,
                 "tensor_parallel": ranks,
             },
         }
