@@ -9,8 +9,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
+import pytest
 import pytest_asyncio
 
+from parrot import P
+from parrot.protocol import connections
+from parrot.protocol.errors import Unavailable
 from parrot.serve.config import CoreConfig
 from tests.docs.pages import ROOT
 from tests.gateway.vendors.conftest import MODEL, Site, serve
@@ -35,6 +39,11 @@ http {{
 """
 
 
+@P.semantic_function()
+def count(numbers: P.Output(P.SamplingConfig(max_gen_length=3))):  # type: ignore[valid-type]
+    """Count. {{numbers}}"""
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
@@ -46,6 +55,7 @@ async def proxied(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
     nginx, openssl = program("nginx-light", "nginx"), program("openssl", "openssl")
     files = {"/etc/ssl/parrot.pem": tmp_path / "pem", "/etc/ssl/parrot.key": tmp_path / "key"}
     made = "req -x509 -newkey rsa:2048 -nodes -days 2 -batch -subj /CN=parrot.example.com"
+    made += " -addext subjectAltName=IP:127.0.0.1"
     paths = ["-out", str(tmp_path / "pem"), "-keyout", str(tmp_path / "key")]
     await asyncio.to_thread(
         subprocess.run, [openssl, *made.split(), *paths], check=True, capture_output=True
@@ -105,6 +115,24 @@ async def test_streams_pass_as_they_come(proxied: tuple[Site, str]) -> None:
                 pass  # the engine waits, and its first piece is here
         site.engine.resume.set()
         assert (await response.text()).rstrip().endswith("[DONE]")
+
+
+async def test_programs_check_the_certificate(
+    proxied: tuple[Site, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, url = proxied
+    site.engine.script = Script(text=lambda _: "one two three")
+
+    def run() -> str:
+        with P.VirtualMachine(url).running_scope():
+            return count().get()
+
+    # The settings are kept for the process. Here they change with the environment.
+    monkeypatch.setattr(connections, "_system_tls", ssl.create_default_context)
+    with pytest.raises(Unavailable, match="certificate"):
+        await asyncio.to_thread(run)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "pem"))
+    assert await asyncio.to_thread(run) == "one two three"
 
 
 async def test_what_is_for_inside_is_hidden(proxied: tuple[Site, str]) -> None:
