@@ -30,7 +30,7 @@ _E4M3_TILE = 64, 128  # Outputs and columns. Weights may have a scale for 128 co
 class Product:
     """The shape of a product of rows [rows, inputs] and weights [outputs, inputs] of type `dtype`.
 
-    With weights in e4m3, the rows are of another type, and are rounded to e4m3 in the kernel.
+    With weights in e4m3, the rows are in e4m3 as well. Only a single row may be of another type.
 
     With `silu`, the weights of gate and up are [2 outputs, inputs]."""
 
