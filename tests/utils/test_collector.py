@@ -5,11 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-CASES = Path(__file__).with_name("collector_cases.py")
+TESTS = Path(__file__).parents[1]
+CASES = [TESTS / "utils/collector_cases.py", TESTS / "server/standby_turn_cases.py"]
 
 
 def test_in_a_process_of_its_own() -> None:
-    command = [sys.executable, "-m", "pytest", CASES, "-n", "0", "-q", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *CASES, "-n", "0", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
     assert " passed" in done.stdout
