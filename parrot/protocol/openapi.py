@@ -90,7 +90,10 @@ def install(
             continue
         for method in route.methods or ():
             scope = {"type": "http", "method": method, "path": route.path}
-            if not any(first.matches(scope)[0] is Match.FULL for first in of_several_paths):
+            for first in of_several_paths:
+                if first.matches(scope)[0] is Match.FULL:
+                    break
+            else:
                 app.direct.setdefault((method, route.path), route.app)
     _install_description(app, endpoints)
 
