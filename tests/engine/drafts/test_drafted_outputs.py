@@ -47,10 +47,10 @@ def test_outputs_are_the_same_with_drafts() -> None:
     language = Language.of(tokenizer, GrammarCompiler.of(tokenizer, runner.info.vocab_size))
     encoded = [language.tokenizer.encode(prompt).ids for prompt in PROMPTS]
     kinds = ["greedy", *SAMPLINGS]
-    samplings = [SamplingConfig(**{"max_gen_length": 10, **SAMPLINGS[kind]}) for kind in kinds]
+    samplings = [SamplingConfig(**{"max_gen_length": 16, **SAMPLINGS[kind]}) for kind in kinds]
     prompts = [encoded[number % 2] for number in range(len(kinds))]
     accepted: Counter[str] = Counter()
     drafted = assert_drafts_change_nothing(runner, language, prompts, samplings)
     for kind, output in zip(kinds, drafted, strict=True):
         accepted[kind] += output.response.usage.accepted_tokens
-    assert all(accepted[kind] > 4 for kind in SAMPLINGS if kind != "stopped"), accepted
+    assert all(accepted[kind] > 3 for kind in SAMPLINGS if kind != "stopped"), accepted

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import pytest
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
+
+Reports = dict[str, dict[str, Any]]  # by name of the variant
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILLED_BYTES = 16  # Triton 3.8 spills four registers of one variant.
@@ -144,8 +145,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@cache
-def reports() -> dict[str, dict[str, Any]]:
+@pytest.fixture(scope="module")
+def reports() -> Reports:
     """From another process: in this one the kernels may belong to the interpreter."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
@@ -157,26 +158,26 @@ def reports() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_no_register_is_spilled(name: str) -> None:
-    report = reports()[name]
+def test_no_register_is_spilled(name: str, reports: Reports) -> None:
+    report = reports[name]
     assert report["spilled"] <= MAX_SPILLED_BYTES, report
     assert report["shared"] <= MAX_SHARED_BYTES, report
 
 
 @pytest.mark.parametrize("name", [n for n in VARIANTS if n.startswith(("shared", "fill"))])
-def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str) -> None:
-    assert reports()[name]["wgmma"]
+def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str, reports: Reports) -> None:
+    assert reports[name]["wgmma"]
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "one row" in name])
-def test_while_a_program_of_one_row_sums_another_fetches(name: str) -> None:
-    report = reports()[name]
+def test_while_a_program_of_one_row_sums_another_fetches(name: str, reports: Reports) -> None:
+    report = reports[name]
     assert 65536 // (report["registers"] * 32 * VARIANTS[name].get("warps", 8)) >= 2, report
 
 
 @pytest.mark.parametrize("name", ["narrow deep", "narrow light", "quantised narrow deep"])
-def test_several_narrow_programs_fit_a_multiprocessor(name: str) -> None:
-    report = reports()[name]
+def test_several_narrow_programs_fit_a_multiprocessor(name: str, reports: Reports) -> None:
+    report = reports[name]
     threads = 32 * VARIANTS[name].get("warps", 4)
     assert 65536 // (report["registers"] * threads) >= 3, report
     assert MAX_SHARED_BYTES // report["shared"] >= 3, report
