@@ -18,6 +18,7 @@ import httptools
 from parrot.protocol.errors import InternalError, InvalidRequest, Unavailable
 from parrot.protocol.http import keepalive_socket
 from parrot.protocol.transport import (
+    IDLE_TIMEOUT_S,
     ErrorReader,
     EventParser,
     Unreachable,
@@ -320,12 +321,12 @@ class ServerConnections:
         self,
         base_url: str,
         *,
-        bearer_token: str | None,
-        headers: Mapping[str, str] | None,
-        query: str,
         read_error: ErrorReader,
-        tls: ssl.SSLContext | None,
-        timeout_s: float,
+        bearer_token: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        query: str = "",
+        tls: ssl.SSLContext | None = None,
+        timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
         """`headers` and `query` are sent with each request. `tls`: for `https://`. None: the
         certificates of the system are trusted. `timeout_s`: of `post` and `stream`."""

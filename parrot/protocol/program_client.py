@@ -24,16 +24,7 @@ class ProgramClient:
 
     def __init__(self, base_url: str) -> None:
         """Raises `ValueError` for an invalid port."""
-        self.base_url = base_url.rstrip("/")
-        self._connections = ServerConnections(
-            base_url,
-            bearer_token=None,
-            headers=None,
-            query="",
-            read_error=own_error,
-            tls=None,
-            timeout_s=IDLE_TIMEOUT_S,
-        )
+        self._connections = ServerConnections(base_url, read_error=own_error)
 
     async def close(self) -> None:
         await self._connections.close()
@@ -46,7 +37,7 @@ class ProgramClient:
                 reply = await self._send(method, path, options, None, None)
                 await reply.end()
         except TimeoutError:
-            text = f"no answer from {self.base_url} within {timeout_s} s"
+            text = f"no answer from {self._connections.base_url} within {timeout_s} s"
             raise Unavailable(text) from None
         return self._connections.decode(reply)
 

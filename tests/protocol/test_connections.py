@@ -88,10 +88,8 @@ def client(
     return ServerConnections(
         f"http://127.0.0.1:{port}/v1",
         bearer_token=token,
-        headers=None,
         query="?v=1",
         read_error=read_error,
-        tls=None,
         timeout_s=timeout_s,
     )
 

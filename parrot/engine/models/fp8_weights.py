@@ -1,6 +1,6 @@
 """Weights in e4m3 with the products of the Triton kernels."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -17,8 +17,9 @@ from parrot.engine.kernels.linear.products import (
     few_rows_qkv,
     is_blocked,
     num_splits,
+    parts_of,
 )
-from parrot.engine.kernels.linear.tiles import FEW_E4M3_ROWS, FEW_ROWS, Product
+from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
 from parrot.engine.kernels.row_codes import CodedRows, row_codes
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product
 from parrot.engine.models.fused_weights import LayerWeight, Where, num_rows, rows_of
@@ -42,7 +43,7 @@ class Fp8Weight(LayerWeight):
 
     @property
     def most_rows(self) -> int:
-        return FEW_ROWS if is_blocked(self.scales) else FEW_E4M3_ROWS
+        return self._product(1).most_rows
 
     def __call__(self, x: Rows) -> torch.Tensor:
         if self.are_few(x) or not num_rows(x):
@@ -52,21 +53,19 @@ class Fp8Weight(LayerWeight):
         matrix = Fp8Matrix(self.weight, self.scales)
         return fp8_product(coded.codes, coded.powers, matrix, self.bias, coded.dtype)
 
-    def _few(self, x: Rows, out: torch.Tensor) -> torch.Tensor:
-        coded = coded_rows(x, self.weight, self.scales, len(self.weight))
-        return few_rows_linear(coded, self.weight, out, bias=self.bias, scales=self.scales)
+    def _few(self, x: Rows, out: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
+        coded = coded_rows(x, self.weight, self.scales, silu=silu)
+        bias, scales = self.bias, self.scales
+        return few_rows_linear(coded, self.weight, out, bias=bias, scales=scales, silu=silu)
 
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
-        coded = coded_rows(x, self.weight, self.scales, len(self.weight))
+        coded = coded_rows(x, self.weight, self.scales)
         return few_rows_qkv(coded, self.weight, *where, bias=self.bias, scales=self.scales)
 
     def gated(self, x: Rows, *, for_e4m3: bool) -> Rows:
         width = len(self.weight) // 2
         if self.are_few(x):
-            coded = coded_rows(x, self.weight, self.scales, width, silu=True)
-            bias, scales = self.bias, self.scales
-            out = _new_rows(x, width)
-            return few_rows_linear(coded, self.weight, out, bias=bias, scales=scales, silu=True)
+            return self._few(x, _new_rows(x, width), silu=True)
         both = self(x)
         if not for_e4m3:
             return silu_mul(both, both.new_empty(len(both), width))
@@ -100,11 +99,12 @@ class Fp8Weight(LayerWeight):
 
     def _is_row(self, num_rows: int) -> bool:
         """Whether this product and the next one have whole rows of weights per program."""
-        num_out, num_in = self.weight.shape
-        dtype = self.weight.dtype
-        return not is_blocked(self.scales) and all(
-            Product(num_rows, num_out, size, dtype).is_row for size in (num_in, num_out)
-        )
+        product = self._product(num_rows)
+        return product.is_row and replace(product, inputs=product.outputs).is_row
+
+    def _product(self, num_rows: int) -> Product:
+        (num_out, size), dtype = self.weight.shape, self.weight.dtype
+        return Product(num_rows, num_out, size, dtype, is_blocked=is_blocked(self.scales))
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         return can_rotate(shape, x, self.weight, self.scales)
@@ -119,6 +119,6 @@ class Fp8Weight(LayerWeight):
 
 def _new_rows(x: Rows, size: int) -> torch.Tensor:
     """As many rows as x has, of `size` numbers, in the type that x had before it was rounded."""
-    rows = x.codes if isinstance(x, CodedRows) else rows_of(x)
+    rows, *_ = parts_of(x)
     dtype = x.dtype if isinstance(x, CodedRows) else rows.dtype
     return rows.new_empty((len(rows), size), dtype=dtype)

@@ -80,7 +80,7 @@ def test_products(num_rows: int, num_out: int, size: int, silu: bool, with_bias:
     x = torch.randn(num_rows, size, generator=generator)
     bias = torch.randn(len(weight.codes), generator=generator) if with_bias else None
     out = torch.full((num_rows, num_out), float("nan"))
-    read = coded_rows(x, weight.codes, weight.scales, num_out, silu=silu)
+    read = coded_rows(x, weight.codes, weight.scales, silu=silu)
     few_rows_linear(read, weight.codes, out, bias=bias, scales=weight.scales, silu=silu)
     whole = numbers_of(x) @ weight.numbers().double().T
     if bias is not None:
@@ -102,7 +102,7 @@ def test_products_with_factors_of_blocks(num_rows: int, num_out: int, silu: bool
     weight = blocks(2 * num_out if silu else num_out, size, generator)
     x = torch.randn(num_rows, size, generator=generator)
     out = torch.full((num_rows, num_out), float("nan"))
-    read = coded_rows(x, weight.codes, weight.scales, num_out, silu=silu)
+    read = coded_rows(x, weight.codes, weight.scales, silu=silu)
     few_rows_linear(read, weight.codes, out, scales=weight.scales, silu=silu)
     whole = numbers_of(x) @ weight.numbers().double().T
     many = fp8_product(*row_codes(x), weight, None, x.dtype)

@@ -50,14 +50,14 @@ def few_rows_linear(
     return out
 
 
-def coded_rows(
-    x: Rows, weight: torch.Tensor, scales: torch.Tensor, num_out: int, *, silu: bool = False
-) -> Rows:
+def coded_rows(x: Rows, weight: torch.Tensor, scales: torch.Tensor, *, silu: bool = False) -> Rows:
     """x in e4m3, if the product with a weight in e4m3 does not round it."""
     if isinstance(x, CodedRows):
         return x
     rows, *_ = parts_of(x)
-    product = Product(len(rows), num_out, rows.shape[1], weight.dtype, silu, is_blocked(scales))
+    num_out, size = weight.shape
+    num_out //= 2 if silu else 1
+    product = Product(len(rows), num_out, size, weight.dtype, silu, is_blocked(scales))
     if product.is_row:
         return x
     assert not isinstance(x, UndividedRows), "the division changes which numbers are rounded up"
