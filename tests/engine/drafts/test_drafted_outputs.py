@@ -53,4 +53,4 @@ def test_outputs_are_the_same_with_drafts() -> None:
     drafted = assert_drafts_change_nothing(runner, language, prompts, samplings)
     for kind, output in zip(kinds, drafted, strict=True):
         accepted[kind] += output.response.usage.accepted_tokens
-    assert all(accepted[kind] > 3 for kind in SAMPLINGS if kind != "stopped"), accepted
+    assert all(accepted[kind] > 5 for kind in SAMPLINGS if kind != "stopped"), accepted
