@@ -16,8 +16,9 @@ from parrot.engine.config import AnyEngineConfig, engine_settings, parse_engine_
 from parrot.engine.core.steps import DeviceLost
 from parrot.engine.engine_types import create_service
 from parrot.engine.heartbeat import Heartbeat, registration
-from parrot.engine.service import EngineService, core_thread_is_alive
+from parrot.engine.service import EngineService, ServiceState, core_thread_is_alive
 from parrot.protocol.app_server import AppServer, given_options, run_server, server_options
+from parrot.protocol.errors import Unavailable
 from parrot.protocol.server_config import settled_token
 from parrot.utils.clock import MonotonicClock
 from parrot.utils.config import ConfigError
@@ -84,7 +85,12 @@ async def run_engine(
     until cancelled.
 
     Raises `DeviceLost`, so that the process exits and a new process can use the device."""
-    await service.start()
+    try:
+        await service.start()
+    except Unavailable:
+        if service.state() is ServiceState.CLOSED:
+            return  # A signal ended the warm-up.
+        raise
     logger.info("%s is ready on %s:%d", config.engine_name, config.host, config.port)
     if heartbeat is None:
         await asyncio.Event().wait()

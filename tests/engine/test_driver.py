@@ -14,6 +14,7 @@ from parrot.engine.core.engine_core import EngineCore
 from parrot.engine.core.jobs import EngineRequest, Piece
 from parrot.engine.core.output import Language
 from parrot.engine.core.steps import StepPlan, StepResult
+from parrot.engine.http_server import run_engine
 from parrot.engine.service import (
     Driver,
     RunnerService,
@@ -153,3 +154,15 @@ async def test_a_stuck_device_shows_in_the_steps_and_does_not_keep_the_engine_fr
     for task in (stuck, later):
         task.cancel()
     runner.may_run.set()
+
+
+async def test_an_engine_that_is_closed_during_its_warm_up_ends_without_an_error() -> None:
+    runner = BlockingRunner()
+    runner.may_run.clear()
+    service = RunnerService(CONFIG, ThreadDriver(lambda: make_core(runner)), warm_up=True)
+    engine = asyncio.create_task(run_engine(CONFIG, service, None))
+    await asyncio.to_thread(runner.is_stuck.wait)
+    closing = asyncio.create_task(service.close())
+    await asyncio.sleep(0)
+    runner.may_run.set()
+    await asyncio.gather(closing, engine)
