@@ -1,18 +1,19 @@
-"""Several ServeCores that share sessions out, with `sim` engines that cost nothing.
+"""Compare one ServeCore with two that divide sessions as shards, on `sim` engines of no cost.
 
     python -m tests.scale.bench_shards
 
-One service alone and two shards take turns, so that all meet the same machine:
+The setups take turns, so that all of them run under the same machine load:
 
-  calls    calls per second, submit to value, and the CPU milliseconds of all ServeCores per call:
-           `one` ServeCore; two shards whose programs each ask the one that has their session
-           (`own`); and two of which a blind balancer asks the wrong one half of the time (`any`)
-  forward  milliseconds that a read takes longer if the other shard is asked, of one program alone
-           whose value is there
+  calls    calls per second, from submit to value, and CPU milliseconds of all ServeCores per call:
+           `one`: a single ServeCore. `own`: two shards, each program asks the shard that holds its
+           session. `any`: two shards, a load balancer picks the wrong one half of the time.
+  forward  extra milliseconds of a read that is sent to the other shard, with a single program and
+           a value that is already set
 
-Each ServeCore has a core of this machine to itself where there are four; else they share all with
-the load generator and the engines, and only the CPU time per call tells anything: `calls_per_cpu_s`
-is how many calls a second so many cores of ServeCores would make.
+On a machine with at least four cores, each ServeCore is pinned to a core of its own. On a smaller
+machine, ServeCores share all cores with the load generator and the engines. Only the CPU time per
+call is meaningful there. `calls_per_cpu_s` is the rate that this CPU time allows if each ServeCore
+has one core.
 """
 
 import argparse
@@ -38,7 +39,7 @@ _MIN_CORES = 4
 
 
 class BlindProgram(Program):
-    """Asks one of several servers in turn, whichever has its session."""
+    """Sends each call to the next server, even if another server holds its session."""
 
     def __init__(self, http: aiohttp.ClientSession, urls: Sequence[str]) -> None:
         super().__init__(http, urls[0])
@@ -65,7 +66,7 @@ def two_shards() -> Iterator[list[Cluster]]:
 
 
 async def rate(clusters: Sequence[Cluster], args: argparse.Namespace, *, blind: bool) -> Any:
-    """Calls per second, and CPU milliseconds of ServeCores per call."""
+    """Return calls per second, and CPU milliseconds of all ServeCores per call."""
     urls = [cluster.core_url for cluster in clusters]
     async with connect() as http:
         programs: list[Program] = [
@@ -83,7 +84,7 @@ async def rate(clusters: Sequence[Cluster], args: argparse.Namespace, *, blind: 
 
 
 async def forwarding(clusters: Sequence[Cluster], num_reads: int) -> dict[str, float]:
-    """Milliseconds of a read, asked of the shard that has it and of the other, in turns."""
+    """Measure alternating reads of a value from the shard that holds it and from the other."""
     first, second = (cluster.core_url for cluster in clusters)
     took: dict[str, list[float]] = {first: [], second: []}
     async with connect() as http:
@@ -106,7 +107,7 @@ async def forwarding(clusters: Sequence[Cluster], num_reads: int) -> dict[str, f
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=64)
-    parser.add_argument("--calls", type=int, default=3000, help="in each turn")
+    parser.add_argument("--calls", type=int, default=3000, help="calls in each turn")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--reads", type=int, default=1000)
 
@@ -121,7 +122,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     ):
         sides = {"one": ([one], False), "own": (shards, False), "any": (shards, True)}
         found: dict[str, list[Any]] = {name: [] for name in sides}
-        for turn in range(-1, args.turns):  # the first only warms up
+        for turn in range(-1, args.turns):  # turn -1 only warms up
             for name, (clusters, blind) in sides.items():
                 one_turn = asyncio.run(rate(clusters, args, blind=blind))
                 if turn >= 0:

@@ -1,16 +1,17 @@
-"""What one ServeCore takes, by the number of its engines.
+"""Measure CPU time and memory of one ServeCore by the number of its engines.
 
     python -m tests.scale.bench_size
 
-  calls       CPU microseconds of a call by stage, of chats, map-reduce and calls with long shared
-              beginnings, as many for each engine as `tests.scale.simulate` has; `join`: of an
-              engine that joins, with Python's collector as ServeCore has it
-  heartbeats  of the same ServeCore: CPU microseconds of a request by its own app, without sockets:
-              the mean, the median, and what the collector took of the mean; and its body's bytes
-  memory      bytes that a session and its calls keep, without the engines
+  calls       CPU microseconds per call, by stage, for chats, map-reduce and calls with a long
+              shared prefix, at the rate per engine of `tests.scale.simulate`. `join`: CPU
+              microseconds to register an engine. The garbage collector has ServeCore's settings.
+  heartbeats  CPU microseconds per heartbeat request to the same ServeCore's app, without sockets:
+              the mean, the median, and the garbage collector's share of the mean. Also the size of
+              the request body in bytes.
+  memory      bytes that a session and its calls keep in ServeCore, without the engines
 
-All run in virtual time on modelled engines; figures are of the thread's CPU time, and counts.
-`model` is what the engines and programs take of it.
+Everything runs in virtual time on modelled engines. Times are CPU times of the thread. `model` is
+the CPU time of the modelled engines and programs.
 """
 
 import argparse
@@ -45,11 +46,11 @@ from tests.scale.simulated.traffic import CALLS_PER_S, PEAK, App, Kind, applicat
 CALLS_OF_ENGINE = 3
 TENANTS = 20
 NUM_BEATS = 2000
-NUM_TURNS, TOKENS = 5, 400  # of a session whose memory is measured, and of what a turn adds
+NUM_TURNS, TOKENS = 5, 400  # turns of a session in `memory`, and tokens that each turn adds
 
 
 def calls(num_engines: int, num_calls: int) -> dict[str, Any]:
-    """Of a ServeCore that engines have joined, and that programs then ask."""
+    """Measure the calls, engine registrations and heartbeats of one ServeCore."""
     apps = [app for app in applications(TENANTS, 0) if app.kind is not Kind.AGENT]
     rate = num_engines * sum(CALLS_PER_S[kind] for kind in {app.kind for app in apps})
     num_calls = max(num_calls, CALLS_OF_ENGINE * num_engines)
@@ -111,7 +112,7 @@ async def heartbeats(shard: Shard) -> dict[str, Any]:
 
 @contextmanager
 def _collecting() -> Iterator[list[float]]:
-    """Seconds of CPU of each of the collector's passes meanwhile."""
+    """Record the CPU seconds of each pass of the garbage collector."""
     pauses = list[float]()
 
     def note(phase: str, info: dict[str, int]) -> None:
@@ -129,7 +130,7 @@ def _collecting() -> Iterator[list[float]]:
 
 
 def memory(num_sessions: int) -> dict[str, float]:
-    """Of sessions without calls, then with turns of a chat, whose values all stay."""
+    """Measure sessions without calls, then with chat turns whose values are all kept."""
     app = App("tenant", "app", Kind.CHAT, 500, 1.0)
 
     async def talk(session: Session) -> None:
@@ -141,7 +142,7 @@ def memory(num_sessions: int) -> dict[str, float]:
     async def main() -> dict[str, float]:
         shard = Shard(engine_config())
         await shard.add_engines(4)
-        await talk(Session(shard.client, app))  # what all share
+        await talk(Session(shard.client, app))  # allocates what all sessions share
         tracemalloc.start()
         before = _num_bytes()
         sessions = [Session(shard.client, app) for _ in range(num_sessions)]
@@ -162,7 +163,7 @@ def memory(num_sessions: int) -> dict[str, float]:
 
 
 def _num_bytes() -> int:
-    """Of all but what the model of engines and programs has made."""
+    """Return the traced bytes, without those of the engine model, the programs and tracemalloc."""
     snapshot = tracemalloc.take_snapshot()
     others = [tracemalloc.Filter(False, name) for name in ("*/benchmark/*", "*tracemalloc*")]
     return sum(trace.size for trace in snapshot.filter_traces(others).traces)
@@ -170,8 +171,8 @@ def _num_bytes() -> int:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, nargs="+", default=[64, 256, 1024, 4096])
-    parser.add_argument("--calls", type=int, default=6000, help="at least")
-    parser.add_argument("--sessions", type=int, default=200, help="whose memory is measured")
+    parser.add_argument("--calls", type=int, default=6000, help="minimum number of calls")
+    parser.add_argument("--sessions", type=int, default=200, help="sessions in `memory`")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,20 +1,20 @@
-"""A day of the cluster that `tests.scale.simulate` has: night, morning, peak and evening.
+"""Simulate a day of the cluster of `tests.scale.simulate`: night, morning, peak and evening.
 
     python -m tests.scale.day --part hours
 
-Sessions are what they are at the peak; how many begin follows the curves of
-`tests.scale.simulated.traffic`, one for each kind. An hour takes `--hour_s` seconds: with less
-than 3,600 it is sampled. Then agents come and go as it begins, its last two thirds count, and the
-caches go on from hour to hour. It begins an hour before the first that counts.
+Each kind of session starts at a rate that follows its curve in `tests.scale.simulated.traffic`.
+An hour takes `--hour_s` seconds. If that is less than 3,600, the hour is sampled: agents start and
+leave at the beginning of the hour, and its last two thirds are measured. Caches are kept from hour
+to hour. The simulation starts one hour before the first measured hour.
 
-  hours     real ServeCores with modelled engines, each hour's figures: a cluster of `--shards`
-            shards with `--engines` engines each, and one ServeCore with all of them. `means` are
-            those of all seeds
-  division  which shard has what, by the hour, for all sessions of all shards
-  takeover  a shard of the cluster at the peak: its ServeCore dies, and another one goes on with the
-            sessions from the journal `--down` seconds later; the same without that, and with one
-            that remembers only of calls under way which engine they were on. Figures are of every
-            ten seconds from then on
+  hours     real ServeCores with modelled engines, figures of each hour: a cluster of `--shards`
+            shards with `--engines` engines each, and one ServeCore with all engines. `means` are
+            the means over all seeds.
+  division  load of each shard by hour, for all sessions of all shards
+  takeover  a shard at the peak whose ServeCore dies. `--down` seconds later, another ServeCore
+            restores the sessions from the journal. Compared with a shard that stays alive, and
+            with a successor that restores engines only for calls that were running. Figures cover
+            each period of ten seconds after the failure.
 """
 
 import argparse
@@ -46,8 +46,8 @@ from tests.scale.simulated.traffic import (
 PARTS = ("hours", "division", "takeover")
 RULES = (str(Rule.SHARDS), OMNISCIENT)
 ALIVE, TAKEN_OVER, FORGETFUL = "alive", "taken over", "taken over, calls under way alone"
-SETTLED = 1 / 3  # of a sampled hour does not count
-STEP_S = 10.0  # of a takeover's rows
+SETTLED = 1 / 3  # The share of a sampled hour, from its beginning, that is not measured.
+STEP_S = 10.0  # Seconds that each row of `takeover` covers.
 
 
 def hours(args: argparse.Namespace, report: Report) -> None:
@@ -61,7 +61,7 @@ def hours(args: argparse.Namespace, report: Report) -> None:
 
 
 def _hours(args: argparse.Namespace, seed: int, rule: str) -> Iterator[dict[str, Any]]:
-    """A row for each hour of a day."""
+    """Yield a row for each hour of a day."""
     settle_s = SETTLED * args.hour_s if args.hour_s < 3600 else 0.0
     day = Day(args.hour_s, first=args.first, last=args.last, settle_s=settle_s)
     sessions = list(day.starts(_shares(args, seed), args.shards * args.engines, f"{seed}"))
@@ -97,8 +97,8 @@ def _row(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def _means(rows: Sequence[dict[str, Any]], rules: Sequence[str]) -> dict[str, Any]:
-    """Of the seeds, by rule, and of `hit` also the least and the greatest difference to the first
-    rule that a seed has."""
+    """Return the means over the seeds, by rule. With two rules, also return the least and the
+    greatest difference of their `hit` values for the same seed."""
     found: dict[str, Any] = {}
     for rule in rules:
         mine = [row for row in rows if row["rule"] == rule]
@@ -125,7 +125,7 @@ def _shares(args: argparse.Namespace, seed: int) -> Shares:
 
 
 def division(args: argparse.Namespace, report: Report) -> None:
-    """Agents leave as often in an hour as they do in one of 3,600 s."""
+    """Scale the agents' stay with `--hour_s`, so that as many leave per hour as in a full hour."""
     seed = args.seeds[0]
     day = Day(args.hour_s, AGENT_S * args.hour_s / 3600, args.first, args.last)
     shards = range(args.shards)
@@ -139,7 +139,7 @@ def division(args: argparse.Namespace, report: Report) -> None:
 def _divided(
     args: argparse.Namespace, day: Day, sessions: Iterator[tuple[int, Any]]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each hour: calls in a second, and agents at work, of the shards."""
+    """Yield a row for each hour: calls per second and working agents of the shards."""
     calls = [[0.0] * args.shards for _ in range(day.num_hours)]
     agents = [[0.0] * args.shards for _ in range(day.num_hours)]
     begun = [0] * day.num_hours
@@ -197,17 +197,17 @@ def _forgetful() -> Iterator[None]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--shards", type=int, default=64)
-    parser.add_argument("--engines", type=int, default=64, help="of each shard")
+    parser.add_argument("--engines", type=int, default=64, help="engines of each shard")
     parser.add_argument("--tenants", type=int, default=2000)
     parser.add_argument("--hour_s", type=float, default=60.0, help="seconds of each hour")
-    parser.add_argument("--first", type=int, default=0, help="of the hours that count")
-    parser.add_argument("--last", type=int, default=24, help="where the last one ends")
-    parser.add_argument("--rules", choices=RULES, nargs="+", default=RULES, help="of hours")
+    parser.add_argument("--first", type=int, default=0, help="first measured hour")
+    parser.add_argument("--last", type=int, default=24, help="hour at which the day ends")
+    parser.add_argument("--rules", choices=RULES, nargs="+", default=RULES, help="for `hours`")
     parser.add_argument("--division_rules", choices=list(map(str, Rule)), nargs="+",
                         default=list(map(str, Rule)))  # fmt: skip
     parser.add_argument("--warm_up", type=float, default=60.0, help="seconds before a takeover")
-    parser.add_argument("--measured", type=float, default=60.0, help="seconds from then on")
-    parser.add_argument("--down", type=float, default=3.5, help="seconds until a takeover")
+    parser.add_argument("--measured", type=float, default=60.0, help="seconds measured after it")
+    parser.add_argument("--down", type=float, default=3.5, help="seconds without a ServeCore")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
 
 

@@ -1,21 +1,21 @@
-"""Thousands of engines in virtual time: the real ServeCore, modelled engines and a day's programs.
+"""Simulate thousands of engines in virtual time: real ServeCores, modelled engines and programs.
 
     python -m tests.scale.simulate --part windows
 
-The cluster has `--shards` ServeCores with `--engines` engines each: H200s with an 8B model, by the
-costs that were fitted to measured steps, with a quarter of their KV for agents a quarter as long.
-Traffic is that of a day: coding agents that were recorded, chats, map-reduce, calls with a long
-shared beginning, of tenants of very different sizes.
+The cluster has `--shards` ServeCores with `--engines` engines each. The engines model H200s with an
+8B model; their costs were fitted to measured steps. Recorded agents are shortened to a quarter of
+their length, and each engine has a quarter of its KV. Traffic is recorded coding agents, chats,
+map-reduce and calls with a long shared prefix, of tenants of very different sizes.
 
-  division  load of all shards, if sessions are divided by the shard that is asked, by tenant and
-            application, or as shards do it, with and without KV; with a tenant that has 30% of all,
-            and when a shard is gone
-  windows   minutes of the day, with each of `--seeds`: `--sampled` shards, each by itself, with the
-            sessions that they have as shards divide them; the same sessions dealt out among these
-            shards; then one ServeCore with all engines of these shards, and that with a placement
-            that does not weigh what KV sessions will go on from
-  fullest   the same minutes of two shards, as shards divide sessions with and without KV: those
-            with the usual and the most agents
+  division  load of all shards if sessions are divided by the shard that the client asks, by tenant
+            and application, or as shards divide them, with and without regard to KV. Also with a
+            tenant that makes 30% of all traffic, and with one shard removed.
+  windows   minutes of the day, with each of `--seeds`. Four rules: `--sampled` shards with the
+            sessions that shards give them; the same sessions dealt out evenly to these shards; one
+            ServeCore with the engines of all these shards; and the last with a placement that
+            ignores the KV that sessions will need later.
+  fullest   the same minutes of the shards with the median and the largest number of agents, if
+            shards divide sessions with and without regard to KV
   failures  engines of a shard that die under load
 """
 
@@ -63,7 +63,7 @@ def engine_config() -> SimConfig:
 
 
 def kv_of(num_engines: int) -> int:
-    """Tokens for which so many engines have memory."""
+    """Return the KV capacity of the engines, in tokens."""
     instance = engine_config().instance
     return num_engines * instance.num_kv_cache_blocks * instance.block_size
 
@@ -94,7 +94,7 @@ def _everything(
 
 
 def _spread(sessions: Sequence[Start], duration_s: float) -> list[Start]:
-    """Agents begin first, to warm up a window; here at any time, as others do."""
+    """Spread the starts of agents over the whole duration. `starts` puts them at its beginning."""
     times = iter([s.at / 10.0 * duration_s for s in sessions if s.app.kind is Kind.AGENT])
     spread = [replace(s, at=next(times)) if s.app.kind is Kind.AGENT else s for s in sessions]
     return sorted(spread, key=lambda s: s.at)
@@ -110,7 +110,7 @@ def _divided(args: argparse.Namespace, hour: float, seed: int, rule: Rule = Rule
 def _run(
     args: argparse.Namespace, sessions: list[Start], num_shards: int = 1, num_killed: int = 0
 ) -> Outcome:
-    """Run sessions on one ServeCore that has the engines of so many shards."""
+    """Run sessions on one ServeCore with the engines of `num_shards` shards."""
     window = Window(args.warm_up, args.warm_up + args.measured, num_killed)
     return simulate(engine_config(), num_shards * args.engines, sessions, window)
 
@@ -123,7 +123,7 @@ def windows(args: argparse.Namespace, report: Report) -> None:
 
 
 def _window(asked: tuple[argparse.Namespace, float, int, str]) -> dict[str, Any]:
-    """A row: the sessions of the sampled shards, divided among them by a rule."""
+    """Run the sessions of the sampled shards, divided by a rule, and return a row of figures."""
     args, hour, seed, name = asked
     divided = _divided(args, hour, seed)
     parts = [divided[shard] for shard in range(args.sampled)]
@@ -161,7 +161,7 @@ def fullest(args: argparse.Namespace, report: Report) -> None:
 
 
 def failures(args: argparse.Namespace, report: Report) -> None:
-    """The same sessions twice: with all engines, and with some that die when it begins to count."""
+    """Run the same sessions with all engines, and with 5% of them killed after the warm-up."""
     sessions = _divided(args, args.hours[0], args.seeds[0])[0]
     for num_killed in (0, max(1, round(0.05 * args.engines))):
         row = summary(_run(args, sessions, num_killed=num_killed))
@@ -171,15 +171,15 @@ def failures(args: argparse.Namespace, report: Report) -> None:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--shards", type=int, default=64)
-    parser.add_argument("--engines", type=int, default=64, help="of each shard")
+    parser.add_argument("--engines", type=int, default=64, help="engines of each shard")
     parser.add_argument("--tenants", type=int, default=2000)
     parser.add_argument("--sampled", type=int, default=4, help="shards that are run")
-    parser.add_argument("--hours", type=float, nargs="+", default=[15.0], help="of the day")
-    parser.add_argument("--rules", choices=RULES, nargs="+", default=RULES, help="of windows")
-    parser.add_argument("--warm_up", type=float, default=120.0, help="seconds that do not count")
-    parser.add_argument("--measured", type=float, default=60.0, help="seconds that count")
+    parser.add_argument("--hours", type=float, nargs="+", default=[15.0], help="hours of the day")
+    parser.add_argument("--rules", choices=RULES, nargs="+", default=RULES, help="for `windows`")
+    parser.add_argument("--warm_up", type=float, default=120.0, help="seconds before measuring")
+    parser.add_argument("--measured", type=float, default=60.0, help="measured seconds")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--processes", type=int, default=2, help="of windows")
+    parser.add_argument("--processes", type=int, default=2, help="for `windows`")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

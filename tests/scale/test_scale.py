@@ -1,4 +1,4 @@
-"""The simulated cluster: all is counted, and the model of an engine is what it says."""
+"""The simulated cluster counts each call once, and modelled engines have the specified costs."""
 
 import asyncio
 import math
@@ -53,7 +53,7 @@ def test_calls_of_engines_that_die_run_elsewhere():
     row = summary(found)
     assert row["failed"] == 0
     assert row["rerun"] > 0
-    assert found.counts[0].requests == 0  # it is dead while it counts
+    assert found.counts[0].requests == 0  # the engine is dead while requests are counted
 
 
 @pytest.mark.parametrize("rule", Rule)
@@ -74,11 +74,11 @@ def test_each_session_has_one_shard(rule):
         assert found.most_calls < alone.most_calls
         assert 0.0 < found.spilt < 0.6
     rest = divide(sessions, [n for n in range(8) if n != 3], Rule.HOME, 0, kv_tokens)
-    if rule is Rule.HOME:  # nobody else's move
+    if rule is Rule.HOME:  # only sessions of the removed shard move
         assert all(set(divided[n]) <= set(own) for n, own in rest.items())
 
 
-def test_people_work_by_day_and_documents_are_read_by_night():
+def test_interactive_load_peaks_by_day_and_map_reduce_load_by_night():
     for kind in Kind:
         loads = [loads_at(hour)[kind] for hour in range(24)]
         assert loads[15] == 1.0
@@ -114,7 +114,7 @@ def test_a_day_follows_its_curve(agent_s, settle_s):
         assert fmean(life for life in lives if life < math.inf) < 2 * agent_s
 
 
-def test_what_is_counted_of_hours_is_all_there_is():
+def test_hours_count_each_call_exactly_once():
     day = Day(4.0)
     sessions = list(day.starts([(app, 1.0) for app in APPS], 3, "a"))
     marks = [number * day.hour_s for number in range(10, 16)]
@@ -129,7 +129,7 @@ def test_what_is_counted_of_hours_is_all_there_is():
     assert all(0 < end.journal[0] <= end.journal[1] for hour in hours for end in hour.ends)
 
 
-def test_the_sessions_of_a_serve_core_that_dies_go_on():
+def test_sessions_continue_after_their_serve_core_dies():
     sessions = starts([(app, 1.0) for app in APPS], 3, HALF, 30.0, "a")
     marks = [8.0, 12.0, 30.0]
     alone = simulate_on(engine_config(), 3, sessions, marks)
@@ -139,7 +139,7 @@ def test_the_sessions_of_a_serve_core_that_dies_go_on():
     assert not [call for call in calls if 8.0 <= call.ended < 10.0]
     rows = [summary(outcome) for outcome in found]
     assert sum(row["failed"] for row in rows) == 0
-    assert rows[1]["hit"] > 0.8 * summary(alone[1])["hit"]  # engines have what they had
+    assert rows[1]["hit"] > 0.8 * summary(alone[1])["hit"]  # engines have kept their KV
     assert all(waited.took_s > 1.0 for o in found for waited in o.jobs if 8.0 < waited.began < 9.0)
 
 
@@ -154,22 +154,22 @@ def test_a_pool_finds_the_blocks_that_it_still_has():
     prompt = list(range(10))
     assert pool.extend(piece(1, prompt), "salt") == (10, 0)
     assert pool.extend(piece(2, [50, 51], parent=1, length=6), "salt") == (8, 6)
-    assert pool.extend(piece(3, prompt), "salt") == (10, 8)  # the rest of it is no full block
+    assert pool.extend(piece(3, prompt), "salt") == (10, 8)  # the last block is not full
     assert pool.extend(piece(4, prompt), "other") == (10, 0)
     begun = list(range(6))
     assert pool.extend(piece(5, begun), "salt") == (6, 4)
-    assert pool.extend(piece(6, prompt[6:], parent=5), "salt") == (10, 8)  # behind a fork, too
+    assert pool.extend(piece(6, prompt[6:], parent=5), "salt") == (10, 8)  # also after a fork
     pool.check_integrity()
     assert [pool.free(number) for number in (1, 2, 3, 4, 5, 6, 7)] == [10, 8, 10, 10, 6, 10, 0]
     pool.check_integrity()
-    assert pool.extend(piece(8, [1] * 32), "salt") == (32, 0)  # others give way
+    assert pool.extend(piece(8, [1] * 32), "salt") == (32, 0)  # evicts all idle blocks
     assert pool.free(8) == 32
     assert pool.extend(piece(9, prompt), "salt") == (10, 0)
     pool.check_integrity()
     assert pool.most_over == 0
 
 
-def test_a_step_takes_as_long_as_what_is_in_it():
+def test_the_duration_of_a_step_follows_from_its_work():
     costs = engine_config().instance
 
     async def main():

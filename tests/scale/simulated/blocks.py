@@ -1,4 +1,4 @@
-"""KV of one engine, in blocks that are known by their contents: exactly what it still has."""
+"""The KV cache of one engine, as blocks that are identified by the hash of their contents."""
 
 from array import array
 from collections import Counter
@@ -8,12 +8,12 @@ from parrot.protocol.engine_api import NO_PARENT, FillPiece
 from parrot.protocol.errors import NotFound
 
 Key = int
-"""Of a full block: it stands for its tokens, all before them, and their salt."""
+"""The hash of a full block: of its tokens, all tokens before them, and the cache salt."""
 
 
 class Held:
-    """The tokens that a context has behind the `begin` first ones, which its parent has; `keys`: of
-    its own full blocks. It lives as long as it is not freed, or has forks that live."""
+    """The tokens of a context after the first `begin` tokens, which belong to its parent. `keys`
+    identify its own full blocks. It exists until it is freed and has no forks."""
 
     __slots__ = ("begin", "keys", "num_users", "own", "parent", "root")
 
@@ -28,7 +28,7 @@ class Held:
         return self.begin + len(self.own)
 
     def tokens(self, start: int, end: int) -> "array[int]":
-        """Those at `start` and behind it, up to `end`."""
+        """Return the tokens from `start` to `end`."""
         found = array("H")
         if start < self.begin:
             assert self.parent is not None
@@ -36,7 +36,7 @@ class Held:
         return found + self.own[max(0, start - self.begin) : max(0, end - self.begin)]
 
     def key_at(self, index: int, size: int) -> Key:
-        """The key of the full block with this index; `size`: tokens of a block."""
+        """Return the key of a full block. `size` is the number of tokens per block."""
         if index < 0:
             return self.root
         first = self.begin // size
@@ -47,28 +47,28 @@ class Held:
 
 
 class BlockPool:
-    """Blocks of contexts that live, and, least recently used first, those of others that nothing
-    has been written over. Tokens of blocks that are not full are never found again.
+    """The blocks of existing contexts, and idle blocks of freed contexts, which are evicted in LRU
+    order. Only full blocks are found again.
 
-    ServeCore keeps its contexts within the room. For the moment that its word of a freed one is on
-    its way, the pool takes more: `most_over` blocks at most."""
+    ServeCore keeps its contexts within the capacity. While its request to free a context is on the
+    way, the pool exceeds its capacity; `most_over` is the largest excess so far, in blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self._contexts: dict[int, Held] = {}
         self._users: dict[Key, int] = {}
-        self._idle: dict[Key, None] = {}  # the least recently used first
+        self._idle: dict[Key, None] = {}  # least recently used first
         self._reserved = 0
         self.most_over = 0
 
     @property
     def num_free(self) -> int:
-        """Blocks that no context has, below 0 if contexts have too many."""
+        """Blocks that no context holds. Negative if contexts exceed the capacity."""
         return self.num_blocks - len(self._users) - self._reserved
 
     def extend(self, piece: FillPiece, salt: str) -> tuple[int, int]:
-        """Append to a context, which the first piece opens. Returns the tokens that it then has
-        behind those which it had, and how many of them are there already. Raises `NotFound` for an
+        """Append to a context, or open it with the first piece. Returns the number of added tokens
+        and how many of them are cached. Tokens of the parent count. Raises `NotFound` for an
         unknown parent."""
         held, before = self._contexts.get(piece.context_id), 0
         if held is None:
@@ -82,7 +82,7 @@ class BlockPool:
         return len(held) - before, cached - before
 
     def reserve(self, num_tokens: int) -> int:
-        """Keep blocks for an output to come; returns how many."""
+        """Reserve blocks for a later output, and return their number."""
         num_blocks = -(-num_tokens // self.block_size)
         self._make_room(num_blocks)
         self._reserved += num_blocks
@@ -95,12 +95,12 @@ class BlockPool:
         return len(self._contexts[context_id])
 
     def append(self, context_id: int, tokens: Sequence[int]) -> None:
-        """An output, for which there was room."""
+        """Append an output, for which blocks were reserved."""
         if (held := self._contexts.get(context_id)) is not None:
             self._append(held, tokens)
 
     def free(self, context_id: int) -> int:
-        """Returns the tokens that it had; unknown ones have none."""
+        """Free a context and return its number of tokens, 0 for an unknown context."""
         held = self._contexts.pop(context_id, None)
         if held is None:
             return 0
@@ -113,7 +113,6 @@ class BlockPool:
             self.free(context_id)
 
     def check_integrity(self) -> None:
-        """Recount. Raises AssertionError."""
         assert not self._idle.keys() & self._users.keys()
         assert len(self._idle) <= max(0, self.num_free), (len(self._idle), self.num_free)
         users: Counter[Key] = Counter()
@@ -138,8 +137,8 @@ class BlockPool:
         return Held(parent, begin, salt)
 
     def _known_len(self, held: Held, tokens: Sequence[int]) -> int:
-        """Tokens behind the context's own, of full blocks that are there already; never all of
-        them, since the last must be computed for what comes next."""
+        """Return how many of the new tokens are in cached full blocks. At least one token is left:
+        the last token must be computed to generate the next one."""
         size, num_full = self.block_size, len(held) // self.block_size
         known, key = num_full * size, held.key_at(num_full - 1, size)
         ahead = held.tokens(known, len(held)) + array("H", tokens)

@@ -1,5 +1,5 @@
-"""The time of one engine: steps that read the weights and the KV of all sequences, and compute
-prompts one after the other."""
+"""Model the time of one engine. Each step reads the weights and the KV of all sequences, and
+computes prompts one after the other."""
 
 import asyncio
 import heapq
@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 
 from parrot.engine.config import SimInstance
 
-_CHUNK = 8192  # tokens of prompts that a step computes
-_AFTER = 1e-9  # of a step: what is left is rounding
+_CHUNK = 8192  # Prompt tokens that a step computes at most.
+_AFTER = 1e-9  # Smaller fractions of a step are rounding errors.
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The last `to_compute` of the prompt's tokens have no KV yet; `output` tokens follow. `ended`
-    is set when all are there."""
+    """A request: the last `to_compute` prompt tokens have no KV yet, and `output` tokens follow.
+    `ended` is set after the last token."""
 
     prompt: int
     to_compute: float
     output: int
     ended: "asyncio.Future[None]"
-    token_s: float = field(init=False, default=0.0)  # of each prompt token
+    token_s: float = field(init=False, default=0.0)  # seconds per prompt token
 
 
 class Device:
-    """Between two events (a job comes, or a prompt or an output is complete) all steps take as
-    long: so time passes from event to event, whatever the number of steps."""
+    """Advances from event to event: a job arrives, or a prompt or output is complete. All steps
+    between two events have the same duration, so their number does not matter."""
 
     def __init__(self, costs: SimInstance) -> None:
         self.busy_s = 0.0
@@ -34,7 +34,7 @@ class Device:
         self._costs = costs
         self._loop = asyncio.get_running_loop()
         self._prompts: deque[Job] = deque()
-        self._outputs: list[tuple[float, int, Job]] = []  # by the step at which it is complete
+        self._outputs: list[tuple[float, int, Job]] = []  # by the step at which each is complete
         self._num_read = 0.0
         self._num_jobs = 0
         self._since = self._loop.time()
@@ -49,7 +49,7 @@ class Device:
         self._wait()
 
     def drop(self, job: Job) -> None:
-        """Nobody waits for it any more."""
+        """Remove a job that was cancelled."""
         self._advance()
         if job in self._prompts:
             self._prompts.remove(job)
@@ -60,7 +60,7 @@ class Device:
         self._wait()
 
     def _step(self) -> tuple[float, float]:
-        """Seconds of a step now, and the prompt tokens that it computes."""
+        """Return the duration of the current step in seconds, and its number of prompt tokens."""
         costs, num_computed, prompt_s = self._costs, 0.0, 0.0
         if self._prompts:
             job = self._prompts[0]
@@ -83,7 +83,7 @@ class Device:
             self._prompts[0].to_compute -= num_steps * num_computed
 
     def _wait(self) -> None:
-        """Ring at the next event."""
+        """Set the timer to the next event."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""Who of many ServeCores gets which sessions, by the rule that they have."""
+"""Divide sessions among many ServeCores by several rules."""
 
 import heapq
 import math
@@ -12,45 +12,44 @@ from parrot.gateway.shards import ShardLoad, homes
 from tests.scale.simulated.traffic import App, Kind, Start
 
 _LIFE_S = {Kind.CHAT: 85.0, Kind.MAP: 1.3, Kind.COPILOT: 2.3}
-"""Of a session by the mean; an agent's seat is always taken."""
+"""Mean seconds of a session. Agents have no entry: their seats are always taken."""
 _AT_WORK = {Kind.AGENT: 0.02, Kind.CHAT: 0.04, Kind.MAP: 8.0, Kind.COPILOT: 1.0}
-"""Calls of a session that run at the same time, by the mean."""
+"""Mean number of calls of a session that run at the same time."""
 CALLS = {Kind.AGENT: 1 / 32, Kind.CHAT: 5.0, Kind.MAP: 11.0, Kind.COPILOT: 1.0}
-"""Of a session; of an agent at work in a second."""
+"""Calls per session; for agents, calls per second of a working agent."""
 _KV = {Kind.AGENT: 19_000, Kind.CHAT: 900, Kind.MAP: 4_000, Kind.COPILOT: 1_700}
-"""Tokens that a session has in memory, by the mean."""
+"""Mean number of KV tokens of a session."""
 
 
 class Rule(StrEnum):
-    """What divides sessions among shards. Clients ask any of them."""
+    """How sessions are divided among shards. A client sends its request to a random shard."""
 
-    SESSION = "by session"  # who is asked has it
-    HOME = "by application"  # their applications' first homes, whatever those have to do
-    COUNTS = "without KV"  # the first of their homes that is not much fuller than who is asked
-    SHARDS = "as shards do"  # the same, and KV counts
+    SESSION = "by session"  # the shard that received the request
+    HOME = "by application"  # the first home of the application, regardless of load
+    COUNTS = "without KV"  # the first home that is not much fuller than the receiving shard
+    SHARDS = "as shards do"  # like `COUNTS`, and KV counts as load
 
 
 class Balance(NamedTuple):
-    """Calls of the busiest shard and of the idlest one, over the mean, and KV that agents go on
-    from; `spilt`: part of the sessions that are not at home, `homes`: shards that an application
-    has, by the mean over the sessions."""
+    """The greatest and least load of a shard over the mean, in calls and in agents (which hold most
+    of the KV)."""
 
     most_calls: float
     least_calls: float
     most_kv: float
     least_kv: float
-    spilt: float
-    homes: float
+    spilt: float  # share of the sessions that are not at the first home of their application
+    homes: float  # number of shards that an application uses, mean over the sessions
 
 
 Divided = Mapping[int, list[Start]]
-"""By shard, its sessions."""
+"""The sessions of each shard."""
 
 
 def divide(
     sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int, kv_tokens: int
 ) -> Divided:
-    """In order of time."""
+    """Return the sessions of each shard, in order of time."""
     found: dict[int, list[Start]] = {number: [] for number in shards}
     for shard, session in placed(sessions, shards, rule, seed, kv_tokens):
         found[shard].append(session)
@@ -60,8 +59,8 @@ def divide(
 def placed(
     sessions: Iterable[Start], shards: Sequence[int], rule: Rule, seed: int, kv_tokens: int
 ) -> Iterator[tuple[int, Start]]:
-    """Each session with its shard, of which each has memory for `kv_tokens`. Sessions come in order
-    of time."""
+    """Yield each session with its shard. Sessions must be sorted by time; each shard has memory for
+    `kv_tokens` tokens."""
     loads = {shard: _Loaded(kv_tokens if rule is Rule.SHARDS else math.inf) for shard in shards}
     ends: list[tuple[float, int, Kind]] = []
     draw, homes = random.Random(f"division {seed}"), _Homes(shards)
@@ -91,7 +90,7 @@ def placed(
 
 @dataclass(slots=True)
 class _Loaded:
-    """What a shard has."""
+    """The current load of a shard."""
 
     kv_tokens: float
     sessions: int = 0
@@ -105,7 +104,7 @@ class _Loaded:
 
     @property
     def seen(self) -> ShardLoad:
-        """Contexts have no more KV than there is."""
+        # `kv` is a sum of means and can exceed the memory of the shard.
         percentage = min(100, round(100 * self.kv / self.kv_tokens))
         return ShardLoad(self.sessions, round(self.calls), percentage)
 

@@ -1,4 +1,5 @@
-"""One engine of the cluster, as ServeCore reaches it: real bookkeeping of KV, modelled time."""
+"""One engine of the cluster, as an engine client of ServeCore. KV is tracked exactly; the time of
+steps is modelled."""
 
 import asyncio
 import hashlib
@@ -66,8 +67,8 @@ def engine_info(config: SimConfig, name: str) -> EngineInfo:
 
 
 class ModelledEngine(EngineClient):
-    """Its outputs are as long as they may be, and come whole. A prompt waits for those that came
-    before it. `kill` ends it as a process that dies."""
+    """Outputs have the maximum length and are not streamed. Prompts are computed in order of
+    arrival. `kill` has the effect of a process that dies."""
 
     def __init__(self, config: SimConfig) -> None:
         instance = config.instance
@@ -89,8 +90,8 @@ class ModelledEngine(EngineClient):
                 job.ended.set_exception(Unavailable("the engine is dead"))
 
     def forget(self) -> None:
-        """ServeCore is gone: its contexts end, but what is in their blocks may be found again."""
-        assert not self._jobs, "calls of a ServeCore that is gone"
+        """Free all contexts after ServeCore has ended. Their blocks can still be reused."""
+        assert not self._jobs, "the ended ServeCore still has running calls"
         self.pool.free_all()
 
     async def generate(
@@ -142,7 +143,6 @@ class ModelledEngine(EngineClient):
         return _TOKENIZER
 
     def runtime_info(self) -> RuntimeInfo:
-        """As a heartbeat has it."""
         return RuntimeInfo(
             num_max_blocks=self.pool.num_blocks,
             num_free_blocks=max(0, self.pool.num_free),

@@ -1,4 +1,4 @@
-"""The journal of a simulated ServeCore: the real one, without a disk and without a thread."""
+"""The real journal without a disk and without a thread, for a simulated ServeCore."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,12 +6,12 @@ from parrot.journal.log import ENDED, Journal, Record
 
 
 class MemoryStorage:
-    """Records of sessions that have not ended. `num_bytes`: of their payloads; `num_written`: of
-    all payloads that there ever were."""
+    """The records of all open sessions. `num_bytes` is the size of their payloads. `num_written` is
+    the size of all payloads ever written."""
 
     errors: type[Exception] = OSError
     has_ended = False
-    is_short = False  # There is always room.
+    is_short = False  # never out of space
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -62,7 +62,7 @@ class MemoryStorage:
 
 
 class VirtualJournal(Journal):
-    """Virtual time does not wait for threads: what is ready is written at once."""
+    """Writes records at once, because virtual time does not wait for threads."""
 
     def _hand_over(self) -> None:
         self._is_gathering = False

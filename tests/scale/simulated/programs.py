@@ -1,5 +1,5 @@
-"""What the sessions of each kind do, at ServeCore's own verbs, and how much of their prompts an
-endless memory would have."""
+"""Programs of each kind of session, which call ServeCore's methods. They also count the prompt
+tokens that a KV cache of unlimited size would have."""
 
 import asyncio
 import random
@@ -21,10 +21,10 @@ from parrot.protocol.template import placeholder
 from parrot.serve.core import ServeCore
 from tests.scale.simulated.traffic import App, Kind, Start
 
-SCALE = 0.25  # of the lengths of recorded agents, as in the replay that was measured
+SCALE = 0.25  # Factor on the lengths of recorded agents, as in the measured replay.
 _MAX_LEN = 32_000
 _MAX_WAIT_S = 120.0
-_LAST_STARTED = 20  # turns at a session's end in which no old one begins
+_LAST_STARTED = 20  # An agent that starts mid-session skips to a turn before the last 20.
 _THINK_S = 20.0
 
 _sessions = cache(recorded_sessions)
@@ -32,14 +32,13 @@ _sessions = cache(recorded_sessions)
 
 @dataclass(slots=True)
 class Call:
-    """A call that was submitted. `ideal`: tokens of its prompt that came before, in whatever
-    session; `ended` None: not yet. The others are its outcome."""
+    """A submitted call and its outcome."""
 
     kind: Kind
     submitted: float
-    ideal: int
+    ideal: int  # prompt tokens that an earlier call of any session has computed
     prompt: int
-    ended: float | None = None
+    ended: float | None = None  # None until the call ends
     waited_s: float = 0.0
     cached: int = 0
     computed: int = 0
@@ -50,7 +49,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What a user waits for: a turn, a completion, or a whole map-reduce."""
+    """A unit of work that a user waits for: a turn, a completion, or a whole map-reduce."""
 
     kind: Kind
     began: float
@@ -58,15 +57,15 @@ class Job:
 
 
 class Text:
-    """A piece of a prompt that a variable has."""
+    """A part of a prompt that is the value of a variable."""
 
     def __init__(self, var_id: str, length: int) -> None:
         self.var_id, self.length = var_id, length
 
 
 class Client:
-    """The sessions of one ServeCore's programs, and what became of their calls. Programs wait until
-    it `serves`: another one goes on with the sessions of a `core` that has ended."""
+    """Runs the programs of one ServeCore and records their calls. After `core` has ended, programs
+    wait until `serves` is set: a successor then continues their sessions."""
 
     def __init__(self, core: ServeCore) -> None:
         self.core = core
@@ -77,7 +76,8 @@ class Client:
         self._now = asyncio.get_running_loop().time
 
     async def run(self, start: Start) -> None:
-        """One whose call is given up is over; an agent's seat is the next one's."""
+        """Run a session. A session ends early if one of its calls fails. A new session follows in
+        an agent's seat."""
         await self._sleep(start.at - self._now())
         draw, app, is_old = random.Random(start.seed), start.app, start.is_old
         while self._now() < start.until:
@@ -163,7 +163,7 @@ class Session:
         return Text(var_id, len(text))
 
     def submit(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
-        """A call whose prompt has these behind the application's own beginning."""
+        """Submit a call whose prompt is the application's shared prefix and then `pieces`."""
         template, size, parameters = self._head, len(self._head), []
         for number, piece in enumerate(pieces):
             name = f"i{number}"
@@ -186,7 +186,7 @@ class Session:
         return Text(response.param_info[-1].var_id, output)
 
     async def read(self, text: Text) -> None:
-        """Ask again if ServeCore ends meanwhile."""
+        """Wait for a value. Retries at the successor if ServeCore ends meanwhile."""
         request = VarGetRequest(
             session_id=self._id, session_auth=self._auth, criteria=PerformanceCriteria.LATENCY
         )
@@ -202,7 +202,7 @@ class Session:
                 await self._client.serves.wait()
 
     async def ask(self, pieces: list[Text], output: int, *, ideal: int) -> Text:
-        """A call and its answer: a job of the user's."""
+        """Submit a call, wait for its answer, and record both as a job."""
         began = self._now()
         answer = self.submit(pieces, output, ideal=ideal)
         await self.read(answer)
@@ -219,10 +219,10 @@ def _length(texts: list[Text]) -> int:
 
 @cache
 def _head(app: App) -> str:
-    """What all prompts of the application begin with."""
+    """Return the prefix that all prompts of the application share."""
     return _words(random.Random(f"{app.tenant} {app.name}"), app.shared)
 
 
 def _words(draw: random.Random, size: int) -> str:
-    """So many letters, which nobody else has: a token each."""
+    """Return `size` random letters. Each letter is one token."""
     return (f"{draw.getrandbits(128):x} " * (size // 16 + 1))[:size]

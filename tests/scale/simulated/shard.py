@@ -1,4 +1,4 @@
-"""One ServeCore with its engines, in virtual time: a window of its day."""
+"""Simulate a period of one ServeCore with its engines, in virtual time."""
 
 import asyncio
 import time
@@ -29,8 +29,8 @@ from tests.scale.simulated.traffic import Start
 
 T = TypeVar("T")
 
-_BEAT_S = 1.0  # of engines that know of a standby
-_LATER_ID = 2**40  # of the first session of a ServeCore that takes over
+_BEAT_S = 1.0  # Heartbeat interval of engines that know a standby ServeCore.
+_LATER_ID = 2**40  # First session ID of a ServeCore that takes over.
 SCHEDULER = GlobalSchedulerConfig(max_queue_size=10**6)
 CORE: CoreConfig = PATIENT.model_copy(
     update={
@@ -42,48 +42,45 @@ CORE: CoreConfig = PATIENT.model_copy(
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Counted from `warm_up_s` to `end_s`. When it begins to count, `num_killed` engines die."""
+    """The measured period, from `warm_up_s` to `end_s`."""
 
     warm_up_s: float
     end_s: float
-    num_killed: int = 0
+    num_killed: int = 0  # engines that die at `warm_up_s`
 
 
 @dataclass(slots=True)
 class State:
-    """What there is at a moment. `held`: the part of each engine's blocks that contexts have;
-    `core_s`: CPU seconds of ServeCore until now; `journal`: bytes of live sessions' records, and of
-    all that were ever written."""
+    """The state of a shard at one moment."""
 
     counts: list[Counts]
     busy_s: list[float]
-    held: list[float]
+    held: list[float]  # share of each engine's blocks that contexts hold
     sessions: int
-    core_s: float
-    journal: tuple[int, int]
+    core_s: float  # CPU seconds of ServeCore until now
+    journal: tuple[int, int]  # bytes of live sessions' records, and of all records ever written
 
 
 @dataclass
 class Outcome:
-    """`calls` and `jobs`: all of them, or those that ended within one of several windows. `counts`,
-    `busy_s`: of each engine, in what is counted; `core_s`, `written`: CPU seconds of ServeCore and
-    bytes of its journal there. `late`: calls that had not ended when the window did. `ends`: what
-    there was then, of each shard."""
+    """What happened in a window. With a single window, `calls` and `jobs` are all calls and jobs of
+    the run. With several, each window has the calls that ended and the jobs that began in it."""
 
     window: Window
     calls: list[Call] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
-    counts: list[Counts] = field(default_factory=list)
-    busy_s: list[float] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)  # of each engine
+    busy_s: list[float] = field(default_factory=list)  # of each engine
     most_queued: int = 0
-    late: int = 0
-    core_s: float = 0.0
-    written: int = 0
-    ends: list[State] = field(default_factory=list)
+    late: int = 0  # calls that were still running at the end of the window
+    core_s: float = 0.0  # CPU seconds of ServeCore
+    written: int = 0  # bytes written to the journal
+    ends: list[State] = field(default_factory=list)  # of each shard, at the end of the window
 
 
 class _Ends:
-    """Notes the end of each call, unless it goes on elsewhere."""
+    """Records the end of each call. Ignores calls that ServeCore's death cancels: they continue at
+    its successor."""
 
     def __init__(self, shard: "Shard") -> None:
         self._shard = shard
@@ -110,7 +107,8 @@ class _Ends:
 
 
 class Shard:
-    """Make it where a virtual loop runs. `stages` count its time, if they are given."""
+    """One ServeCore with its engines. Must be created in a running virtual loop. `stages` measure
+    the CPU time of ServeCore."""
 
     def __init__(
         self, config: SimConfig, *, stages: Stages | None = None, has_journal: bool = False
@@ -124,7 +122,7 @@ class Shard:
         self.client = Client(self.core)
 
     def _new_core(self, first_session_id: int) -> ServeCore:
-        """One that goes on where the journal ends."""
+        """Return a ServeCore that restores the sessions in the journal."""
         clock: Clock = self.clock
         if self._storage is not None:
             journal = VirtualJournal(self._storage, clock)
@@ -141,14 +139,14 @@ class Shard:
         return core
 
     async def add_engines(self, count: int) -> None:
-        """Engines that are there register again."""
+        """Register `count` engines. Existing engines register again."""
         for number in range(count):
             info = engine_info(self._config, f"engine{number}")
             await self.core.register_engine(RegisterRequest(engine_config=info))
 
     async def take_over(self, down_s: float) -> None:
-        """ServeCore dies, and with it what runs. After so many seconds another one has its sessions
-        from the journal, and a heartbeat later all engines."""
+        """End ServeCore and its running calls. `down_s` seconds later, start another ServeCore that
+        restores the sessions from the journal. The engines register one heartbeat later."""
         self.client.serves.clear()
         await self.core.close()
         for engine in self.engines.values():
@@ -160,7 +158,6 @@ class Shard:
         await self.add_engines(len(self.engines))
 
     def kill(self, count: int) -> None:
-        """Some engines die."""
         for name in list(self.engines)[:count]:
             self.engines[name].kill()
 
@@ -170,7 +167,8 @@ class Shard:
         windows: Sequence[Window],
         begin: Callable[[], None] = lambda: None,
     ) -> list[Outcome]:
-        """Count windows that follow each other; `begin` is called when the first one begins."""
+        """Run the sessions and measure consecutive windows. `begin` is called at the beginning of
+        the first window."""
         loop, states = asyncio.get_running_loop(), list[State]()
         marks = [windows[0].warm_up_s, *(window.end_s for window in windows)]
         outcomes = [Outcome(window) for window in windows]
@@ -184,7 +182,7 @@ class Shard:
                 last = outcomes[max(0, bisect_left(marks, loop.time()) - 1)]
                 last.most_queued = max(last.most_queued, self.core.num_queued)
                 if feeding.done():
-                    feeding.result()  # raises what failed
+                    feeding.result()  # raises the error, if any
         finally:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
@@ -195,7 +193,6 @@ class Shard:
         await self.core.close()
 
     def check_integrity(self) -> None:
-        """Recount ServeCore's books, and the engines'."""
         self.core.check_integrity()
         for engine in self.engines.values():
             engine.pool.check_integrity()
@@ -262,7 +259,7 @@ def _difference(old: Counts, new: Counts) -> Counts:
 def simulate(
     config: SimConfig, num_engines: int, starts: Iterable[Start], window: Window
 ) -> Outcome:
-    """Run a window of one ServeCore, and recount everything at its end."""
+    """Run one ServeCore for a window, and check its integrity at the end."""
 
     async def main() -> Outcome:
         shard = Shard(config)
@@ -281,9 +278,9 @@ def simulate_on(
     marks: Sequence[float],
     down_s: float = 0.0,
 ) -> list[Outcome]:
-    """Run one ServeCore with a journal, whose time is counted. Returns what became of it between
-    each two marks. Unless `down_s` is 0, it dies at the first one, and another one serves so many
-    seconds later."""
+    """Run one ServeCore with a journal, and measure its CPU time. Returns the outcome between each
+    two consecutive marks. Unless `down_s` is 0, ServeCore dies at the first mark and a successor
+    takes over `down_s` seconds later."""
     windows = [Window(begin, end) for begin, end in pairwise(marks)]
 
     async def main() -> list[Outcome]:

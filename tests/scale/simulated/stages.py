@@ -1,5 +1,5 @@
-"""CPU time of ServeCore by stage: each method counts what it does by itself, not what it calls of
-the others that are counted."""
+"""Measure ServeCore's CPU time by stage. The time of a method does not include that of other
+measured methods that it calls."""
 
 import functools
 import time
@@ -21,7 +21,7 @@ from tests.scale.simulated.device import Device
 from tests.scale.simulated.programs import Session
 
 MODEL = "model"
-"""What is not ServeCore's: engines and programs."""
+"""The stage of the modelled engines and programs, which are not part of ServeCore."""
 
 STAGES: dict[str, dict[type, tuple[str, ...]]] = {
     "submit": {ServeCore: ("submit_call", "create_var")},
@@ -53,11 +53,11 @@ STAGES: dict[str, dict[type, tuple[str, ...]]] = {
 
 
 class Stages:
-    """`seconds` by stage, while they are `counted`."""
+    """CPU `seconds` of each stage within `counted()`."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._inner = 0.0  # of what the present method has called
+        self._inner = 0.0  # of measured methods that the current method has called
 
     @contextmanager
     def counted(self) -> Iterator[None]:

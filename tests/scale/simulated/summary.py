@@ -1,4 +1,4 @@
-"""What became of a window's calls, in a row of figures."""
+"""Summarise the calls of a window as a row of figures."""
 
 from collections.abc import Sequence
 from statistics import fmean
@@ -10,7 +10,7 @@ from tests.scale.simulated.traffic import Kind
 
 
 def joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """As if it had been one."""
+    """Merge the outcomes of several shards into one."""
     total = Outcome(outcomes[0].window)
     for one in outcomes:
         total.calls += one.calls
@@ -26,9 +26,11 @@ def joined(outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
-    """Calls that ended while it was counted, and jobs that began then. `hit`: the part of their
-    prompts that no engine computed, prefetched ones included; `bound`: the same if memory had no
-    end. `reused`: what calls found, of what they could have found, by kind."""
+    """Summarise the calls that ended in the window and the jobs that began in it.
+
+    `hit` is the share of prompt tokens that no engine computed. Prefetches count as computed.
+    `bound` is the same share with a cache of unlimited size. `reused` is, by kind, the number of
+    tokens that calls found in the cache over those that they could have found."""
     window = outcome.window
     begin, end = window.warm_up_s, window.end_s
     ended = [c for c in outcome.calls if c.ended is not None and begin <= c.ended < end]

@@ -1,4 +1,4 @@
-"""A day of mixed traffic: who asks for what, and when."""
+"""Generate a day of mixed traffic: sessions of several kinds, with their applications and times."""
 
 import heapq
 import math
@@ -9,42 +9,42 @@ from enum import StrEnum
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Self
 
-_FIRST_S = 10.0  # within which agents begin that are at work when it all begins
+_FIRST_S = 10.0  # Seconds at the beginning within which the first agents start.
 _STEPS_OF_HOUR = 60
 _APPS_OF_TENANT = (1, 4)
 _TENANT_EXPONENT = 1.0  # the weight of the n-th largest tenant is 1/n to this power
 
 
 class Kind(StrEnum):
-    """What an application's sessions are."""
+    """The kind of an application's sessions."""
 
     AGENT = "agent"  # a recorded coding agent
-    CHAT = "chat"  # a few questions of a person, each after reading the answer
-    MAP = "map-reduce"  # a document's parts in parallel, then all their outputs
-    COPILOT = "copilot"  # a call with a long shared beginning
+    CHAT = "chat"  # 2 to 8 questions of a person, with pauses to read the answers
+    MAP = "map-reduce"  # parts of a document in parallel, then a call on all their outputs
+    COPILOT = "copilot"  # a call with a long shared prefix
 
 
 RATES: Mapping[Kind, float] = {Kind.CHAT: 0.06, Kind.MAP: 0.02, Kind.COPILOT: 0.15}
-"""Sessions that begin in a second at the peak, for each engine."""
+"""Sessions that start per second and engine at the peak."""
 SEATS = 9.0
-"""Agents at work at the peak, for each engine: somewhat more than its KV holds."""
+"""Working agents per engine at the peak: slightly more than its KV cache holds."""
 
 AGENT_S = 3000.0
-"""Seconds that an agent is at work, by the mean."""
+"""Mean working time of an agent, in seconds."""
 
 CALLS_PER_S: Mapping[Kind, float] = {
-    Kind.AGENT: SEATS / 32.0,  # seconds of a turn, and before it
+    Kind.AGENT: SEATS / 32.0,  # a turn and the pause before it take 32 s
     Kind.CHAT: 5 * RATES[Kind.CHAT],
     Kind.MAP: 11 * RATES[Kind.MAP],
     Kind.COPILOT: RATES[Kind.COPILOT],
 }
-"""Of each engine at the peak."""
+"""Calls per second and engine at the peak."""
 
 
 @dataclass(frozen=True, slots=True)
 class App:
     """An application of a tenant. Its sessions share the first `shared` tokens of their prompts.
-    `weight`: its part of all sessions of its kind."""
+    `weight` is its share of all sessions of its kind."""
 
     tenant: str
     name: str
@@ -55,18 +55,17 @@ class App:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A session begins `at` seconds. `is_old`: an agent's is in its middle. An agent's seat, in
-    which one session follows the other, is given up at `until`."""
+    """The start of a session or, for agents, of a seat, in which sessions follow each other."""
 
     at: float
     app: App
     seed: str
-    is_old: bool = False
-    until: float = math.inf
+    is_old: bool = False  # the first session of a seat starts in the middle of its recording
+    until: float = math.inf  # the end of a seat
 
 
 Loads = Mapping[Kind, float]
-"""The load of each kind over what it is at 15:00."""
+"""The load of each kind, relative to 15:00."""
 PEAK: Loads = dict.fromkeys(Kind, 1.0)
 
 _CURVES: Mapping[Kind, Sequence[tuple[float, float]]] = {
@@ -78,7 +77,7 @@ _CURVES: Mapping[Kind, Sequence[tuple[float, float]]] = {
     Kind.COPILOT: ((0, 0.1), (4, 0.05), (7, 0.15), (10, 0.95), (12.5, 0.75), (15, 1.0),
                    (18, 0.6), (21, 0.2), (24, 0.1)),
 }  # fmt: skip
-"""The hour, and the load then; straight lines between them."""
+"""Hours and loads. Loads between two hours are interpolated linearly."""
 
 
 def load_at(kind: Kind, hour: float) -> float:
@@ -99,8 +98,8 @@ _SHARED = {Kind.AGENT: 4250, Kind.CHAT: 500, Kind.MAP: 1000, Kind.COPILOT: 5107}
 
 
 def applications(num_tenants: int, seed: int, hot_share: float = 0.0) -> list[App]:
-    """The applications of all tenants; the first one has one of each kind. `hot_share`: its part of
-    all traffic; 0: what its place makes it."""
+    """Return the applications of all tenants. The first tenant has one of each kind. `hot_share` is
+    its share of all traffic; 0 means the share that its rank gives it."""
     draw = random.Random(f"applications {seed}")
     found: list[App] = []
     for number in range(num_tenants):
@@ -126,15 +125,14 @@ def applications(num_tenants: int, seed: int, hot_share: float = 0.0) -> list[Ap
 
 
 Shares = Sequence[tuple[App, float]]
-"""Applications, and the part of each one's sessions that is meant."""
+"""Applications, each with the share of its sessions to generate."""
 
 
 def starts(
     shares: Shares, num_engines: float, loads: Loads, duration_s: float, seed: str
 ) -> list[Start]:
-    """The sessions that begin in a window at these loads, of these shares of the traffic that goes
-    to `num_engines` engines altogether, in order of time. Each seat of an agent is filled once more
-    when it becomes free, so these are but the first ones."""
+    """Return the sessions that start in a window, in order of time. The cluster has `num_engines`
+    engines. Each seat of an agent is included once: it runs its later sessions by itself."""
     found: list[Start] = []
     for kind in Kind:
         mine = _Weighted.of(kind, shares)
@@ -152,7 +150,7 @@ def starts(
 
 
 class _Weighted(NamedTuple):
-    """The applications of a kind, and the sums of their weights."""
+    """The applications of a kind, and the cumulative sums of their weights."""
 
     apps: Sequence[App]
     sums: Sequence[float]
@@ -178,22 +176,22 @@ def _poisson(draw: random.Random, rate: float, duration_s: float) -> Iterator[fl
 
 
 _Span = tuple[float, float]
-"""From when until when."""
+"""Begin and end, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """From the hour `first` to `last`. Hours take `hour_s` seconds each; second 0 is an hour before
-    the first. With less than 3,600 an hour is sampled: what sessions do takes as long as ever, but
-    the load moves on faster.
+    """A day from the hour `first` to the hour `last`, each of `hour_s` seconds. Second 0 is one hour
+    before the first. If `hour_s` is less than 3,600, an hour is sampled: sessions keep their real
+    durations, but the load changes faster.
 
-    Agents come and go with the curve: who comes goes on from the middle of a recorded session, and
-    who goes does so between two turns. `agent_s`: the seconds that each has its seat by the mean,
-    before the next one comes; endless: until the seat is given up.
+    Agents arrive and leave as the curve says. An arriving agent starts in the middle of a recorded
+    session; an agent leaves between two turns. `agent_s` is the mean number of seconds until a seat
+    passes to the next agent; infinity means that its first agent keeps it.
 
-    Who comes computes a long prompt. If as many came in a sampled hour as in a whole one, that
-    would be most of what it computes. So unless `settle_s` is 0 they come as it begins, and so many
-    seconds do not count."""
+    An arriving agent computes a long prompt. If a sampled hour had as many arrivals as a full hour,
+    these prompts would be most of its work. So unless `settle_s` is 0, agents arrive at the
+    beginning of the hour, and the first `settle_s` seconds are not measured."""
 
     hour_s: float
     agent_s: float = math.inf
@@ -203,7 +201,7 @@ class Day:
 
     @property
     def num_hours(self) -> int:
-        """With the one before the first."""
+        """The number of hours, including the one before the first."""
         return 1 + self.last - self.first
 
     @property
@@ -212,7 +210,8 @@ class Day:
 
     @property
     def marks(self) -> Sequence[float]:
-        """Where each hour begins that counts, where its figures do, and where the last one ends."""
+        """For each measured hour, its beginning and the beginning of its measured part, in seconds;
+        then the end of the last hour."""
         begins = [number * self.hour_s for number in range(1, self.num_hours)]
         return [mark for at in begins for mark in (at, at + self.settle_s)] + [self.end_s]
 
@@ -220,7 +219,7 @@ class Day:
         return at / self.hour_s + self.first - 1.0
 
     def starts(self, shares: Shares, num_engines: float, seed: str) -> Iterator[Start]:
-        """As the function of this name, of the whole day."""
+        """Yield the sessions of the whole day, in order of time. See the function `starts`."""
         streams = [self._starts(kind, shares, num_engines, seed) for kind in Kind]
         return heapq.merge(*streams, key=lambda start: start.at)
 
@@ -257,7 +256,7 @@ class Day:
         return sorted(span for seat in seats for span in self._sessions(draw, *seat))
 
     def _sessions(self, draw: random.Random, at: float, until: float) -> Iterator[_Span]:
-        """Those that follow each other in a seat, as far as the day goes."""
+        """Yield the sessions that follow each other in a seat, until the end of the day."""
         while at < min(until, self.end_s):
             begun, at = at, until
             if self.agent_s < math.inf:
