@@ -1,6 +1,7 @@
-"""A ServeCore in a process of its own that is attacked, and its memory: `python -m
-tests.hostile.attacked` serves, says its URL, and then for each line that it reads how many bytes of
-memory it has when everything was freed that can be."""
+"""A ServeCore in a process of its own, as the target of attacks.
+
+`python -m tests.hostile.attacked` prints its URL. For each line on stdin, it then frees all memory
+that can be freed and prints its resident memory in bytes."""
 
 import asyncio
 import ctypes
@@ -37,7 +38,7 @@ class Attacked:
             return response.status, json.loads(response.read())
 
     def memory(self) -> int:
-        """Bytes."""
+        """Return the resident memory of the process in bytes, after it has freed unused memory."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -51,7 +52,7 @@ class Attacked:
 @contextmanager
 def attacked() -> Iterator[Attacked]:
     command = [sys.executable, "-m", "tests.hostile.attacked"]
-    # The loop is in a thread here, and of another arena than the first glibc frees no end.
+    # The event loop runs in a thread. glibc returns unused memory only from the first arena.
     env = {**os.environ, "MALLOC_ARENA_MAX": "1"}
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -82,7 +83,7 @@ def _say(line: str) -> None:
 
 def _resident() -> int:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what was freed
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise glibc keeps freed memory
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -1,11 +1,11 @@
-"""schemathesis over both OpenAPI pages: no 5xx, and no answer that the page does not describe.
+"""Run schemathesis on both OpenAPI pages: no answer is a 5xx, and the page describes each answer.
 
     pip install schemathesis  # into any environment
     python -m tests.hostile.check_openapi [--st PATH] [--max-examples 25] [--seed 1]
 
-It starts a ServeCore and a simulated engine, and runs `st` on each of them. This file is also the
-module of hooks that `st` loads: they put in the model and a session that exist, and keep answers
-short, so that requests reach what is behind the checks."""
+The command starts a ServeCore and a simulated engine, and runs `st` on each. `st` also loads this
+file as its hooks. They insert an existing model and session and limit output lengths, so that
+requests pass the first checks and reach the code after them."""
 
 import argparse
 import json
@@ -28,7 +28,7 @@ CHECKS = (
 )
 CORE_PORT, ENGINE_PORT = 19871, 19872
 MODEL = "sim"
-_CORE = "PARROT_CHECKED_CORE"  # in the environment of `st`: the address of ServeCore
+_CORE = "PARROT_CHECKED_CORE"  # Environment variable of `st` with the address of ServeCore.
 _SHORT = {
     "/v1/chat/completions": ("max_tokens", 4),
     "/v1/completions": ("max_tokens", 4),
@@ -46,12 +46,12 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def known_fields(core: str) -> dict[str, Any]:
-    """Fields whose values must exist."""
+    """Return the fields whose values must exist."""
     return post(f"{core}/v1/session", {}) | {"model": MODEL, "models": [MODEL]}
 
 
 def fitted(body: Any, path: str, known: dict[str, Any]) -> Any:
-    """A body that asks for something that exists."""
+    """Return the body with values that exist."""
     if not isinstance(body, dict):
         return body
     body |= {name: value for name, value in known.items() if name in body}
@@ -82,7 +82,7 @@ if _CORE in os.environ:
 
 @contextmanager
 def server(module: str, config: dict[str, Any], folder: Path) -> Iterator[str]:
-    """A process; yields its address when it is ready."""
+    """Start a server process and yield its address when it is ready."""
     path = folder / f"{module}.json"
     path.write_text(json.dumps({"host": "127.0.0.1", "insecure": True, **config}))
     with subprocess.Popen([sys.executable, "-m", module, "--config_path", str(path)]) as process:
@@ -101,7 +101,7 @@ def server(module: str, config: dict[str, Any], folder: Path) -> Iterator[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--st", default="st", help="schemathesis's program")
+    parser.add_argument("--st", default="st", help="path of schemathesis's command")
     parser.add_argument("--max-examples", type=int, default=25)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -123,7 +123,7 @@ def main() -> int:
                 [args.st, "run", f"{url}/openapi.json", "--phases", "fuzzing", "--checks", CHECKS,
                  "--max-examples", str(args.max_examples), "--seed", str(args.seed),
                  "--request-timeout", "20", "--continue-on-failure"],
-                cwd=folder,  # where it leaves what it has learned
+                cwd=folder,  # `st` writes its database there
                 env=os.environ | {_CORE: core, "SCHEMATHESIS_HOOKS": "tests.hostile.check_openapi",
                                   "PYTHONPATH": str(ROOT)},
             ).returncode != 0  # fmt: skip

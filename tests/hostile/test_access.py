@@ -1,4 +1,4 @@
-"""Every route of both servers refuses whoever lacks what its rule asks for."""
+"""Every route of both servers rejects requests without the credential that its rule requires."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +26,7 @@ from tests.support.app_server import serve_app
 
 KEY, TOKEN = "a-key", "a-token"
 KEYS = ("other", "admin", "metrics")
-FIELDS = {  # what a route needs besides, to come to its check of who asks
+FIELDS = {  # Valid bodies, so that a request reaches the check of its credential.
     "/v1/semantic_call": {"template": "{{y}}", "parameters": [{"name": "y", "is_output": True}]},
     "/v1/py_native_call": {"func_name": "f", "func_source": "", "parameters": []},
     "/v1/semantic_graph": {"calls": [], "session": {}},
@@ -107,17 +107,17 @@ async def asked(site: Site, rule: Rule, bearer: str) -> int:
         return answer.status
 
 
-async def test_a_route_refuses_whoever_lacks_what_it_needs(core: Site) -> None:
+async def test_a_route_rejects_credentials_that_its_rule_does_not_accept(core: Site) -> None:
     found = {rule.access for rule in core.rules}
     assert found == set(Access)
     for rule in core.rules:
         if rule.method == "DELETE" and "/session/" in rule.path:
-            continue  # below
+            continue  # see the next test
         for name, bearer in core.bearers.items():
             status = await asked(core, rule, bearer)
             lets_in = LETS_IN.get(rule.access)
             if rule.path == "/v1/semantic_graph":
-                lets_in = LETS_IN[Access.API_KEY]  # which is asked here to begin a session
+                lets_in = LETS_IN[Access.API_KEY]  # the request creates a session
             if lets_in is None or name in lets_in:
                 assert status not in (401, 403) or rule.path == "/ui/api/enter", (rule, name)
             elif (name in ("key", *KEYS) and rule.access in BY_SCOPE) or "_graph" in rule.path:

@@ -1,4 +1,4 @@
-"""Who did what, when, and from where."""
+"""The audit log records the user, action, time and address of each administrative request."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ from tests.support.fake_engine import fake_engine
 TOKEN = "a-token"
 
 
-async def test_what_is_done_is_kept(tmp_path: Path) -> None:
+async def test_requests_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     core = ServeCore(CoreConfig(api_keys=("k",), cluster_token=TOKEN, audit_path=str(path)))
     session = core.create_session(SessionCreateRequest(api_key="k"))
@@ -48,7 +48,7 @@ async def test_what_is_done_is_kept(tmp_path: Path) -> None:
                 f"/ui/api/{verb}", json=body, headers={"Cookie": cookie}
             ) as answer:
                 assert answer.status == status, await answer.text()
-            assert len(lines()) > 0  # it is there when the answer is
+            assert len(lines()) > 0  # an entry is written before the answer is sent
         async with http.get("/ui/api/me", headers={"Cookie": cookie}) as answer:
             assert answer.status == 200
     kept = lines()
@@ -63,7 +63,7 @@ async def test_what_is_done_is_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-async def test_engines_that_join_and_what_an_admin_does(tmp_path: Path) -> None:
+async def test_registrations_and_admin_requests_are_recorded(tmp_path: Path) -> None:
     audit = tmp_path / "audit"
     path = write_keys(tmp_path / "keys.json", entry("ops", "k", scopes=["admin"]), entry("a", "l"))
     config = CoreConfig(keys_file=path, cluster_token=TOKEN, audit_path=str(audit))
@@ -84,7 +84,7 @@ async def test_engines_that_join_and_what_an_admin_does(tmp_path: Path) -> None:
             async with site.http.request(method, where, json=body, headers=headers) as answer:
                 assert answer.status == status, (where, await answer.text())
         write_keys(Path(path), entry("a", "l"), entry("b", "m"))
-        while "keys changed" not in audit.read_text():  # noqa: ASYNC110 - nobody else tells
+        while "keys changed" not in audit.read_text():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.05)
     joined, refused, missing, ended, gone, changed = map(json.loads, audit.read_text().splitlines())
     assert (joined["who"], joined["engine"], joined["outcome"]) == ("engine", "e0", "ok")
@@ -98,7 +98,7 @@ async def test_engines_that_join_and_what_an_admin_does(tmp_path: Path) -> None:
         assert secret not in audit.read_text()
 
 
-async def test_failed_authentications_fill_no_disk(tmp_path: Path) -> None:
+async def test_only_the_first_failed_authentications_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "audit"
     core = ServeCore(CoreConfig(api_keys=("k",), cluster_token=TOKEN, audit_path=str(path)))
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession(url) as http:
@@ -112,7 +112,7 @@ async def test_failed_authentications_fill_no_disk(tmp_path: Path) -> None:
     assert "guess" not in path.read_text()
 
 
-def test_those_that_were_left_out_are_counted(
+def test_omitted_authentication_failures_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1.0

@@ -1,4 +1,4 @@
-"""Large bodies of whoever: without a credential in the head they are not even read."""
+"""A large body is not read if the request has no credential in its header."""
 
 import asyncio
 import io
@@ -85,22 +85,20 @@ async def test_a_large_body_without_a_credential_is_not_read(
 
 
 @pytest.mark.parametrize(("method", "path"), SMALL_ROUTES)
-async def test_routes_of_small_requests_take_small_bodies(url: str, method: str, path: str) -> None:
+async def test_routes_for_small_requests_limit_bodies(url: str, method: str, path: str) -> None:
     for token in (None, "key"):
         status, text = await send(url, method, path, b" " * 70_000, token)
         assert status == 413, text
 
 
 @pytest.mark.parametrize(("method", "path"), LARGE_ROUTES)
-async def test_fields_are_counted_before_they_are_looked_at(
-    url: str, method: str, path: str
-) -> None:
+async def test_fields_are_counted_before_they_are_parsed(url: str, method: str, path: str) -> None:
     status, text = await send(url, method, path, MANY_FIELDS, "key")
     assert status == 400
     assert "more than 64 fields" in text
 
 
-async def test_what_our_own_clients_send_is_read(url: str) -> None:
+async def test_large_requests_of_our_clients_are_accepted(url: str) -> None:
     content = "x" * 3_000_000
     async with HttpClient(url) as http:
         client = ServeClient(http)
@@ -117,8 +115,8 @@ async def test_what_our_own_clients_send_is_read(url: str) -> None:
     assert (await send(url, "POST", path, raw))[0] == 200
 
 
-async def test_the_server_answers_others_meanwhile(url: str) -> None:
-    """Not one of many such requests may hold the loop for long."""
+async def test_other_requests_are_answered_during_an_attack(url: str) -> None:
+    """None of many such requests may block the event loop for long."""
     attack = [
         asyncio.create_task(send(url, "POST", path, NESTED)) for _, path in LARGE_ROUTES[:4] * 4
     ]
@@ -127,5 +125,5 @@ async def test_the_server_answers_others_meanwhile(url: str) -> None:
         start = time.monotonic()
         assert (await send(url, "GET", "/health", None))[0] == 200
         slowest = max(slowest, time.monotonic() - start)
-    assert slowest < 5  # of the old seconds for each; this machine may be busy
+    assert slowest < 5  # seconds: generous, because the machine may be busy
     assert {(await task)[0] for task in attack} == {401}

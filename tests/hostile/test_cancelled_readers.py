@@ -1,5 +1,5 @@
-"""Readers that leave in the very turn in which their value comes: they learn that they were
-cancelled, and nobody else notices."""
+"""A reader that is cancelled in the same turn of the event loop in which its value is set: it gets
+a cancellation, and no other reader is affected."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Chat templates of hostile models: they fail with an error of the request, soon."""
+"""Chat templates of hostile models fail quickly, with an error of the request."""
 
 import time
 
@@ -12,7 +12,7 @@ from tests.gateway.vendors.conftest import MODEL, serve
 from tests.support.cpu_speed import is_within, slowness
 from tests.support.fake_engine import fake_engine
 
-WITHIN_CPU_S = 1.5  # of a machine that is busy; the work is bounded to some tenths of that
+WITHIN_CPU_S = 1.5  # For busy machines. The limit on the work corresponds to 0.1 to 0.3 s.
 MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]
 DOUBLED = "{% set ns = namespace(x='aaaaaaaa') %}{% for i in range(64) %}"
 NESTED = "{% set ns = namespace(x=[1]) %}{% for i in range(64) %}"
@@ -88,7 +88,7 @@ def test_a_hostile_template_is_an_error_of_the_request(source: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["format(1)", "format_map({})", "center(900)", "zfill(900)"])
-def test_texts_of_any_size_are_not_begun(name: str) -> None:
+def test_operations_with_huge_results_do_not_start(name: str) -> None:
     with pytest.raises(InvalidRequest, match="its result may have any size"):
         ModelTemplate(f"{{{{ '{{:900000000}}'.{name} }}}}").render(MESSAGES)
 
@@ -121,7 +121,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("source", HARMLESS)
-def test_what_templates_do_still_works(source: str) -> None:
+def test_usual_operations_of_templates_work(source: str) -> None:
     assert ModelTemplate(source).render(MESSAGES) == HARMLESS[source]
 
 
@@ -167,8 +167,8 @@ ROUND = [
 def test_an_honest_template_of_a_long_chat_is_not_refused(
     template: str, times_slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not on a machine of a fourth of the reference's speed, and not if it does eight times as much
-    as most."""
+    """Neither on a machine with a quarter of the reference speed, nor if the template does eight
+    times the usual work."""
     cpu_s, factor = time.thread_time, times_slower / slowness()
     monkeypatch.setattr(templates, "thread_time", lambda: factor * cpu_s())
     assert ModelTemplate(template).render(ROUND * 300)

@@ -1,4 +1,4 @@
-"""Clients that connect and send little, slowly or for ever, against the server that all use."""
+"""Clients that send too little, too slowly or without end, and the limits on connections."""
 
 import asyncio
 import time
@@ -39,8 +39,8 @@ class Site:
     server: AppServer
     port: int
     release: asyncio.Event
-    sent: list[int]  # of endless answers
-    ended: asyncio.Event  # an endless answer has
+    sent: list[int]  # sizes of the chunks of endless answers
+    ended: asyncio.Event  # set when an endless answer ends
 
     @property
     def url(self) -> str:
@@ -50,7 +50,7 @@ class Site:
         return await asyncio.open_connection("127.0.0.1", self.port)
 
     async def answer_to(self, *pieces: bytes, pause_s: float = 0.0) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Send `pieces`, and return all bytes until the server closes the connection."""
         reader, writer = await self.connect()
         reading = asyncio.create_task(reader.read())
         for piece in pieces:
@@ -104,7 +104,7 @@ async def serving(limits: ConnectionLimits) -> AsyncIterator[Site]:
 
     server = AppServer(app, "127.0.0.1", 0, end, limits)
     running = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110 - uvicorn tells in no other way
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
         await asyncio.sleep(0.01)
     try:
         port = server.servers[0].sockets[0].getsockname()[1]
@@ -146,12 +146,10 @@ async def test_silent_connections_are_closed(site: Site) -> None:
     ],
     ids=["half a head", "an endless head", "half a body", "half a chunk", "a trickle"],
 )
-async def test_what_does_not_come_in_time_is_refused(
-    site: Site, pieces: list[bytes], pause_s: float
-) -> None:
+async def test_slow_requests_time_out(site: Site, pieces: list[bytes], pause_s: float) -> None:
     began = time.monotonic()
     assert status_of(await site.answer_to(*pieces, pause_s=pause_s)) == 408
-    assert time.monotonic() - began < 20  # of a busy machine
+    assert time.monotonic() - began < 20  # the machine may be busy
     await site.gone()
 
 
@@ -171,12 +169,12 @@ async def test_line_breaks_do_not_keep_a_connection(site: Site) -> None:
     ids=["a value", "many", "the path", "a trailer", "an extension"],
 )
 async def test_heads_are_bounded(site: Site, piece: bytes) -> None:
-    with suppress(ConnectionResetError):  # the server closed with some of it unread
+    with suppress(ConnectionResetError):  # the server closed before it read all bytes
         assert status_of(await site.answer_to(piece)) == 431
     await site.gone()
 
 
-async def test_connections_are_bounded_and_the_next_one_is_told(site: Site) -> None:
+async def test_connections_are_limited_and_the_next_one_gets_503(site: Site) -> None:
     streams = [await site.connect() for _ in range(LIMITS.max_connections)]
     raw = await site.answer_to()
     assert status_of(raw) == 503
@@ -188,7 +186,7 @@ async def test_connections_are_bounded_and_the_next_one_is_told(site: Site) -> N
         assert await http.request("POST", "/size", body={"text": "abc"}) == {"text": "3"}
 
 
-async def test_bodies_in_flight_are_bounded_together_and_given_back(site: Site) -> None:
+async def test_the_total_size_of_bodies_in_flight_is_limited(site: Site) -> None:
     half = HEAD + b"content-length: 1000000\r\n\r\n" + b" " * 700_000
     _, first = await site.connect()
     first.write(half)
@@ -200,12 +198,12 @@ async def test_bodies_in_flight_are_bounded_together_and_given_back(site: Site) 
         assert small == {"text": "1000"}
         first.close()
         await site.gone(1)
-        for _ in range(5):  # what one has taken, the next may take
+        for _ in range(5):  # each request releases its share of the limit
             large = await http.request("POST", "/size", body={"text": "x" * 800_000})
             assert large == {"text": "800000"}
 
 
-async def test_chunked_bodies_count_as_well(site: Site) -> None:
+async def test_chunked_bodies_count_towards_the_limit(site: Site) -> None:
     chunk = b"%x\r\n%b\r\n" % (100_000, b" " * 100_000)
     _, first = await site.connect()
     first.write(HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunk * 8)
@@ -225,31 +223,31 @@ async def until_refused(ask: Callable[[], Awaitable[object]]) -> None:
             await ask()
 
 
-async def test_a_request_that_is_answered_late_is_no_late_request(site: Site) -> None:
+async def test_a_slow_answer_does_not_time_out(site: Site) -> None:
     async with HttpClient(site.url) as http:
         asked = asyncio.create_task(http.request("POST", "/wait", body={"text": "a"}))
         await asyncio.sleep(3 * LIMITS.head_timeout)
         assert not asked.done()
         site.release.set()
         assert await asked == {"text": "a"}
-        for _ in range(3):  # an idle connection is one that may come again
+        for _ in range(3):  # an idle connection stays open
             await asyncio.sleep(1.5 * LIMITS.head_timeout)
             assert len(site.server.server_state.connections) == 1
             assert await http.request("POST", "/size", body={"text": "a"}) == {"text": "1"}
 
 
-async def test_an_answer_that_nobody_takes_is_cut_and_little_of_it_kept(site: Site) -> None:
+async def test_an_answer_that_the_client_does_not_read_is_cut_off(site: Site) -> None:
     reader, writer = await site.connect()
     reader._transport.pause_reading()
     writer.write(WHOLE.replace(b"/size", b"/endless"))
     async with asyncio.timeout(10):
         await site.ended.wait()
     await site.gone()
-    assert sum(site.sent) < 50 * 2**20  # what the system's own buffers take
+    assert sum(site.sent) < 50 * 2**20  # the system's socket buffers
     writer.close()
 
 
-async def test_an_answer_that_is_taken_slowly_is_not_cut(site: Site) -> None:
+async def test_an_answer_that_the_client_reads_slowly_is_not_cut_off(site: Site) -> None:
     reader, writer = await site.connect()
     writer.write(WHOLE.replace(b"/size", b"/endless"))
     for _ in range(60):

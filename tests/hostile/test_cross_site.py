@@ -1,5 +1,5 @@
-"""What a web page in a browser on the same machine can send: bodies that need no consent of the
-server, and names of its own that lead here."""
+"""Requests that a web page in a browser on the same machine can send: bodies that browsers send
+without a preflight request, and host names of the page that resolve to this machine."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -48,7 +48,7 @@ async def test_a_body_that_is_not_declared_as_json_is_refused(
     skipped = () if declared else ("Content-Type",)
     for url in urls(cluster):
         if url.endswith("/ping"):
-            continue  # takes no body
+            continue  # accepts no body
         async with http.post(
             url, data=b"{}", headers=headers, skip_auto_headers=skipped
         ) as response:
@@ -70,7 +70,7 @@ async def test_an_empty_post_of_a_page_is_refused(
 
 
 @pytest.mark.parametrize("declared", ["application/json", "Application/JSON; charset=utf-8"])
-async def test_json_and_no_body_at_all_are_taken(
+async def test_json_and_empty_bodies_are_accepted(
     cluster: Cluster, http: aiohttp.ClientSession, declared: str
 ) -> None:
     url = cluster.core_url + "/v1/session"
@@ -84,7 +84,7 @@ async def test_json_and_no_body_at_all_are_taken(
     "name",
     ["evil.example", "evil.example:9000", "localhost.evil.example", "127.0.0.1.evil.example"],
 )
-async def test_a_name_of_somebody_else_is_refused(
+async def test_a_foreign_host_name_is_rejected(
     cluster: Cluster, http: aiohttp.ClientSession, name: str
 ) -> None:
     engine = cluster.url(cluster.engine_names[0])

@@ -1,4 +1,5 @@
-"""Servers that send ours elsewhere: nothing follows them, and nobody learns what is there."""
+"""Servers that try to make ours send requests to other addresses. Our clients do not follow
+redirects, and errors reveal nothing about other addresses."""
 
 import socket
 from collections.abc import AsyncIterator
@@ -23,7 +24,7 @@ SECRET = "credentials of the machine"
 
 
 class Lure:
-    """An engine that redirects everything but `/target`, which nobody should ask."""
+    """An engine that redirects every request to `/target`, which no client should request."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -76,12 +77,12 @@ async def test_no_client_follows_a_redirect(lure: tuple[Lure, str]) -> None:
     assert "/target" not in server.asked
 
 
-async def test_who_registers_does_not_learn_what_answers_elsewhere(
+async def test_a_failed_registration_does_not_reveal_open_ports(
     lure: tuple[Lure, str], http: HttpClient
 ) -> None:
     server, url = lure
     told = set()
-    for port in (int(url.rpartition(":")[2]), 1):  # something is there, and nothing
+    for port in (int(url.rpartition(":")[2]), 1):  # an open port and a closed one
         with pytest.raises(ParrotError) as caught:
             await RegistrationClient(http).register_engine(info("127.0.0.1", port))
         told.add((caught.value.type, caught.value.message))
@@ -116,7 +117,7 @@ async def test_no_engine_is_a_metadata_service(http: HttpClient, host: str) -> N
 async def test_no_name_leads_to_a_metadata_service(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    """Also where a name is another's by the time that it is used."""
+    """The address is checked when the name is used, because its DNS entry may have changed."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     place = (address, 80, 0, 0) if ":" in address else (address, 80)
 
@@ -130,7 +131,7 @@ async def test_no_name_leads_to_a_metadata_service(
 
 
 @pytest.mark.parametrize("host", ["2852039166", "0xa9fea9fe", "169.254.43518", "unix:/tmp/x", "/x"])
-async def test_other_spellings_lead_nowhere(http: HttpClient, host: str) -> None:
+async def test_other_spellings_of_the_address_are_rejected(http: HttpClient, host: str) -> None:
     body = {"engine_config": info(host).model_dump(mode="json")}
     with pytest.raises(ParrotError):
         await http.request("POST", "/register_engine", body=body)

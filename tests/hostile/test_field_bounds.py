@@ -1,4 +1,4 @@
-"""Every field of every request that either server reads has a bound, and says when it is passed."""
+"""Every field of every request to either server has a bound. An error names the field."""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def routes() -> list[BaseRoute]:
 
 
 def models() -> list[type[BaseModel]]:
-    """The models that a request can be read as."""
+    """Return the models of all requests."""
     found: dict[type[BaseModel], None] = {PathParameters: None}
     for route in routes():
         endpoint = getattr(route, "endpoint", None)
@@ -47,7 +47,7 @@ def models() -> list[type[BaseModel]]:
 
 
 class Walk:
-    """Through the schema of one model, by the places of its fields."""
+    """Finds the fields without a bound in the schema of one model."""
 
     def __init__(self, model: type[BaseModel]) -> None:
         self._schema = model.model_json_schema()
@@ -84,7 +84,7 @@ class Walk:
             "boolean": (),
             "null": (),
         }.get(str(kind), (("type",),)):
-            is_ours = kind == "object" and "properties" in schema  # unknown fields are dropped
+            is_ours = kind == "object" and "properties" in schema  # models ignore unknown fields
             if not schema.keys() & set(bounds) and not (
                 is_ours and "additionalProperties" not in schema
             ):
@@ -103,7 +103,7 @@ def test_every_field_of_every_request_has_a_bound() -> None:
     assert [place for model in found for place in Walk(model).unbounded()] == []
 
 
-def test_the_walk_finds_what_has_no_bound() -> None:
+def test_the_check_finds_fields_without_a_bound() -> None:
     class Inner(BaseModel):
         deep: list[Annotated[list[str], Field(max_length=2)]] = Field([], max_length=3)
 
@@ -124,7 +124,7 @@ def test_the_walk_finds_what_has_no_bound() -> None:
 
 
 def beyond(schema: Json) -> Iterator[Any]:
-    """Values past the bounds of a field, if it can only be of one kind (or null)."""
+    """Yield values outside the bounds of a field, if the field has one type (or null)."""
     kinds = [one for one in schema.get("anyOf", [schema]) if one.get("type") != "null"]
     if len(kinds) != 1:
         return
@@ -155,7 +155,7 @@ def test_a_field_beyond_its_bound_is_refused_by_name() -> None:
     assert num_checked > 300
 
 
-async def test_a_vendor_s_client_reads_which_field_it_was(site: Site) -> None:
+async def test_the_error_of_a_vendor_endpoint_names_the_field(site: Site) -> None:
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
     for name, value in {
         "stop": ["x"] * (MAX_STOP_STRINGS + 1),

@@ -1,4 +1,5 @@
-"""Contexts of others on an engine that several use: their ids are small numbers."""
+"""On an engine with several tenants, a tenant cannot use the contexts of another one. The ids of
+contexts are small numbers that can be guessed."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -47,7 +48,7 @@ async def try_all(client: EngineClient, content: dict[str, Any]) -> None:
                 )
     own = {"context_id": 3, "parent_context_id": 1, "cache_salt": "victim"}
     await client.fill(FillRequest(**own, **content))
-    for salt in ("", "attacker"):  # a fork is its root's
+    for salt in ("", "attacker"):  # a fork belongs to the owner of its root
         with pytest.raises(NotFound, match="no context 3"):
             await client.fill(
                 FillRequest(context_id=4, parent_context_id=3, cache_salt=salt, **content)
@@ -62,7 +63,7 @@ async def test_a_context_is_used_by_its_own_salt_only() -> None:
         await try_all(client, TOKENS)
 
 
-async def test_so_are_the_texts_of_an_engine_before_another_server() -> None:
+async def test_texts_of_an_openai_engine_are_used_by_their_own_salt_only() -> None:
     async with serve_app(FakeOpenAI().app()) as url:
         config = OpenAIConfig.model_validate(
             {"model": "gpt-fake", "instance": {"base_url": url + "/v1", "api_key": "k"}}

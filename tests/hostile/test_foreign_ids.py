@@ -1,4 +1,4 @@
-"""Whatever one tenant names of another's is unknown, on every route that takes an id."""
+"""An id of another tenant counts as unknown, on every route that takes an id."""
 
 import json
 from collections.abc import AsyncIterator
@@ -16,8 +16,8 @@ from tests.hostile.test_access import FIELDS
 from tests.serve.tenants.keys import entry, write_keys
 from tests.support.fake_engine import fake_engine
 
-NOBODYS = {"/v1/models/{model_id}"}  # a tenant's
-FORBIDDEN = {"/ui/api/engines/{engine_id}/drain"}  # to all but operators
+UNOWNED = {"/v1/models/{model_id}"}  # Models belong to no tenant.
+FORBIDDEN = {"/ui/api/engines/{engine_id}/drain"}  # Only operators may use it.
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
 
 
 async def begun(site: Site, key: str, num_calls: int) -> dict[str, Any]:
-    """Ids of things of a tenant, and what it presents. `request_id` is that of its last call: ids
-    of calls count within a session."""
+    """Create objects of a tenant, and return their ids and its credentials. `request_id` is that of
+    the last call, since ids of calls count within a session."""
     bearer = {"Authorization": f"Bearer {key}"}
     body = {"model": MODEL, "input": "Hello"}
     response = await site.post("/v1/responses", body, headers=bearer)
@@ -56,12 +56,12 @@ async def test_ids_of_another_tenant_are_unknown(site: Site) -> None:
     found = set[str]()
     for rule in rules(create_app(ServeCore(site.core.config)).routes):
         path = rule.path.replace(":path}", "}")
-        if "{" not in path or path in NOBODYS:
+        if "{" not in path or path in UNOWNED:
             continue
         expected = 404
         if path in FORBIDDEN or rule.access is Access.ADMIN:
             expected = 403
-        # The session is the victim's, or the attacker's own and only the rest is not.
+        # Use the victim's session, or the attacker's session with other ids of the victim.
         in_path = "{session_id}" in path
         for scope in (victim,) if in_path else (victim, attacker):
             status = await ask(site, rule, path, victim, attacker, scope["session_id"])
@@ -69,7 +69,7 @@ async def test_ids_of_another_tenant_are_unknown(site: Site) -> None:
         found.add(path)
     assert len(found) > 12
     assert [session.id for session in site.core.sessions] == before
-    # What its owner is told of the same ids.
+    # The owner can use the same ids.
     rule = Rule("GET", "/v1/session/{session_id}", Access.SESSION)
     assert await ask(site, rule, rule.path, victim, victim, victim["session_id"]) == 200
 

@@ -1,4 +1,4 @@
-"""Nobody learns what another tenant sent from what is cached of it."""
+"""A tenant cannot learn from the prefix cache what another tenant has sent."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ BLOCK_SIZE = SimInstance().block_size
 
 
 async def ask(client: ServeClient, key: str, prompt: str) -> CompletionInfo:
-    """The record of one call, in a session of its own."""
+    """Run one call in a new session, and return its record."""
     created = await client.create_session(key)
     scope = (created.session_id, created.session_auth)
     session = Program(client, *scope)
@@ -31,7 +31,7 @@ async def ask(client: ServeClient, key: str, prompt: str) -> CompletionInfo:
     return info.calls[0]
 
 
-async def test_a_foreign_prefix_is_as_cold_as_a_new_one(tmp_path: Path) -> None:
+async def test_a_prefix_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     path = write_keys(
         tmp_path / "keys.json",
         entry("victim", "victim's key", share_group="friends"),
@@ -67,13 +67,13 @@ async def test_a_foreign_prefix_is_as_cold_as_a_new_one(tmp_path: Path) -> None:
             assert "victim's key" not in log
 
 
-async def test_of_a_public_prefix_nothing_but_its_whole_blocks_is_found(tmp_path: Path) -> None:
-    """Not where a prompt goes on behind it, nor where one leaves it that nearly begins with it."""
+async def test_only_whole_blocks_of_a_public_prefix_are_found(tmp_path: Path) -> None:
+    """Neither text after a public prefix nor text that differs within it is found."""
     policy = tmp_path / "policy.txt"
     public = "You are one of our assistants, and say nothing of what others ask you."
     policy.write_text(public + "\n")
     whole = len(public) // BLOCK_SIZE * BLOCK_SIZE
-    hit = whole - 1  # the prompt's last token is computed twice: in its constant part, and behind
+    hit = whole - 1  # the last token of the prefix is computed again
     draw = random.Random(2)
     core = {"public_prefixes": (str(policy),)}
     with Cluster(core=core, engines=[SIM]) as cluster:
@@ -81,7 +81,7 @@ async def test_of_a_public_prefix_nothing_but_its_whole_blocks_is_found(tmp_path
             client, turns = ServeClient(http), asyncio.Semaphore(AT_ONCE)
 
             async def probe(number: int) -> None:
-                """Each from a tenant of its own: what one sent itself, it finds again."""
+                """Probe as a new tenant, because a tenant finds its own prompts again."""
                 secret = f"{draw.random()} is what I would keep to myself"
                 near = public[: draw.randrange(BLOCK_SIZE, whole)] + f"! {secret}"
                 sent, probed, found = [

@@ -1,4 +1,4 @@
-"""How many values, keys and containers JSON may have, counted before it is read."""
+"""The limits on values, keys and containers of JSON are checked before it is parsed."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ JSON = st.recursive(
 
 
 def counted(value: Any) -> list[int]:
-    """Commas, colons and openings."""
+    """Return the numbers of commas, colons and opening brackets in the JSON of a value."""
     if isinstance(value, list):
         own, inner = [max(0, len(value) - 1), 0, 1], value
     elif isinstance(value, dict):
@@ -33,7 +33,7 @@ def counted(value: Any) -> list[int]:
 
 
 @given(JSON, st.lists(st.integers(0, 400), max_size=5), st.booleans())
-def test_it_counts_what_is_outside_of_strings(value: Any, cuts: list[int], is_ascii: bool) -> None:
+def test_symbols_outside_strings_are_counted(value: Any, cuts: list[int], is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode()
     meter, start = JsonMeter(), 0
     with patch("parrot.protocol.bodies._MAX_UNREAD", -1):
@@ -44,7 +44,7 @@ def test_it_counts_what_is_outside_of_strings(value: Any, cuts: list[int], is_as
 
 
 @given(JSON, st.lists(st.integers(0, 400), max_size=5), st.integers(0, 40), st.integers(-1, 400))
-def test_it_refuses_the_same_however_late_it_looks(
+def test_the_limit_does_not_depend_on_how_the_body_is_split(
     value: Any, cuts: list[int], most: int, unread: int
 ) -> None:
     raw = json.dumps(value).encode()
@@ -74,11 +74,11 @@ def test_it_refuses_the_same_however_late_it_looks(
         (b"\\n", MAX_ESCAPES, "escapes"),
     ],
 )
-def test_each_is_bounded(unit: bytes, most: int, what: str) -> None:
+def test_each_kind_has_a_limit(unit: bytes, most: int, what: str) -> None:
     JsonMeter().feed(unit * most)
     with pytest.raises(PayloadTooLarge, match=f"more than {most} {what}"):
         JsonMeter().feed(unit * (most + 1))
 
 
-def test_text_is_not_counted() -> None:
+def test_symbols_in_strings_are_not_counted() -> None:
     JsonMeter().feed(b'{"text": "' + b'well, [so] {it}: \\"goes\\", on' * 200_000 + b'"}')

@@ -1,4 +1,4 @@
-"""No request of any size stops ServeCore's event loop for long."""
+"""No request of any size blocks ServeCore's event loop for long."""
 
 import asyncio
 import http.client
@@ -22,9 +22,9 @@ from tests.support.app_server import running_in_thread
 from tests.support.cpu_speed import is_within
 from tests.support.fake_engine import fake_engine, register
 
-# A core that others share counts up to four times as much for the same work. So what can be asked
-# again is asked again when it took longer than promised, and the least counts; what cannot has this
-# much more.
+# On a shared core, the same work takes up to four times the CPU time. So a request that exceeds the
+# limit is repeated, up to `TRIES` times, and one fast run is enough. A request that cannot be
+# repeated has a limit three times as high.
 WITHIN_CPU_S = 0.1
 TRIES = 6
 ONCE_WITHIN_CPU_S = 3 * WITHIN_CPU_S
@@ -36,7 +36,7 @@ SLOW = "{% for m in messages %}{% for i in range(100) %}{% set x = i %}{% endfor
 
 
 class Watch:
-    """The longest that the server's thread computed without giving the loop back."""
+    """Measures the longest callback of the server's event loop, in CPU time."""
 
     def __init__(self) -> None:
         self.thread = 0
@@ -71,13 +71,14 @@ class Server:
         tries: int = TRIES,
         within_s: float = WITHIN_CPU_S,
     ) -> tuple[int, Any]:
-        """`tries`: how often it may be asked without another answer; 1 for what changes a state."""
+        """Send a request until it is fast enough. `tries` must be 1 for requests that change state,
+        because their second answer would differ."""
         if tries == 1:
             within_s = ONCE_WITHIN_CPU_S
         for _ in range(tries):
             self.watch.longest_s = 0.0
             answer = self._ask(method, path, raw, token)
-            self._ask("GET", "/health", None, "")  # what was under way has ended
+            self._ask("GET", "/health", None, "")  # the callbacks of the request have ended
             if is_within(self.watch.longest_s, within_s):
                 return answer
         raise AssertionError((path, self.watch.longest_s, self.watch.where, str(answer)[:200]))
@@ -121,7 +122,12 @@ def server() -> Iterator[Server]:
     patch.undo()
 
 
-OTHERS = ("objects", "most turns", "long turns", "parts")  # where these are read differently
+OTHERS = (
+    "objects",
+    "most turns",
+    "long turns",
+    "parts",
+)  # parsed differently by others
 CASES = [("/v1/chat/completions", name) for name in VENDORS] + [
     (path, name) for path in ("/v1/messages", "/v1/responses") for name in OTHERS
 ]
@@ -265,7 +271,7 @@ def test_the_turns_of_a_chat_with_a_costly_template(server: Server) -> None:
 
 
 def test_ten_thousand_consumers_of_a_variable(server: Server) -> None:
-    """It is set, one of its consumers is read, and the session ends."""
+    """The variable is set, the output of a consumer is read, and the session ends."""
     scope = server.ask("POST", "/v1/session", b"{}")[1]
     token = scope.pop("session_auth")
     given = json.dumps(scope | {"var_name": "v"}).encode()

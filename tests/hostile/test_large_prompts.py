@@ -1,4 +1,4 @@
-"""Small calls that stand for gigabytes: refused, without the server doing gigabytes of work."""
+"""Small calls whose prompts would have gigabytes are rejected before the server builds them."""
 
 import hashlib
 from collections.abc import AsyncIterator
@@ -37,7 +37,7 @@ async def client() -> AsyncIterator[ServeClient]:
 
 
 class Hashes:
-    """Counts what is hashed."""
+    """Counts the hashed bytes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0

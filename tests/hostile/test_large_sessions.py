@@ -1,5 +1,5 @@
-"""What concerns thousands of calls of a session is done in slices: nobody waits for all of it, and
-nobody sees half of it."""
+"""Work on thousands of calls of a session is done in slices. Other requests run between the slices,
+and no reader sees a half-finished state."""
 
 import asyncio
 import gc
@@ -25,8 +25,8 @@ MANY_TURNS = 64
 
 
 class Large:
-    """A session of many calls, all of which take the first variable, or each that of the one
-    before. No engine serves them."""
+    """A session with many calls, without an engine. All calls read the first variable, or each call
+    reads the output of the previous one (`is_chain`)."""
 
     def __init__(self, core: ServeCore, *, is_chain: bool) -> None:
         self.core = core
@@ -68,7 +68,7 @@ class Large:
         return asyncio.create_task(self.core.read(request, var_id))
 
     def end(self) -> None:
-        self._tasks = self._all_tasks()  # the session will not have them any more
+        self._tasks = self._all_tasks()  # the session forgets its calls when it ends
         self.core.delete_session(*self._ids())
 
     def count(self, *states: CompletionState) -> int:
@@ -90,8 +90,8 @@ async def large_session(*, is_chain: bool) -> AsyncIterator[Large]:
 
 
 async def slices(large: Large, count: Callable[[], int]) -> list[int]:
-    """By how many `count` grows in each turn of the event loop in which it does. The books balance
-    in between."""
+    """Return the growth of `count` in each turn of the event loop in which it grows. Checks the
+    integrity of ServeCore after each turn."""
     grown, before = [], count()
     for _ in range(MANY_TURNS):
         await asyncio.sleep(0)
@@ -161,7 +161,7 @@ async def test_a_session_ends_while_a_failure_spreads() -> None:
             await reading
 
 
-async def test_what_is_cancelled_while_its_input_fails_stays_cancelled() -> None:
+async def test_a_call_that_is_cancelled_while_its_input_fails_stays_cancelled() -> None:
     async with large_session(is_chain=True) as large:
         large.cancel(large.first)
         large.cancel(large.last)
@@ -209,7 +209,7 @@ async def test_the_end_of_a_chain_is_left_before_all_of_it_is_wanted() -> None:
         assert large.count(CompletionState.IDLE) == NUM_CALLS
 
 
-async def test_a_cycle_of_thousands_is_told_in_short() -> None:
+async def test_the_error_of_a_cycle_of_thousands_of_calls_is_short() -> None:
     async with large_session(is_chain=True) as large:
         call = {
             "template": "{{a}}{{b}}",
@@ -224,7 +224,7 @@ async def test_a_cycle_of_thousands_is_told_in_short() -> None:
         assert len(str(caught.value)) < 1000
 
 
-async def test_nobody_serves_thousands_of_calls() -> None:
+async def test_thousands_of_calls_without_an_engine_fail() -> None:
     async with large_session(is_chain=False) as large:
 
         def num_idle() -> int:
@@ -261,7 +261,7 @@ async def _use_and_end(core: ServeCore, clock: ManualClock) -> None:
     large.end()
     await slices(large, lambda: large.count(CompletionState.CANCELLED))
     await asyncio.gather(reading, return_exceptions=True)
-    await clock.advance(1.0)  # a timer would have woken what it held
+    await clock.advance(1.0)  # fires all timers, which would keep objects alive
 
 
 async def test_nothing_is_left_of_a_session_that_has_ended() -> None:
@@ -274,8 +274,8 @@ async def test_nothing_is_left_of_a_session_that_has_ended() -> None:
     await core.close()
 
 
-async def test_the_collector_has_nothing_to_do_for_a_session_that_has_ended() -> None:
-    """Its calls and variables hold each other while it lives."""
+async def test_an_ended_session_leaves_no_reference_cycles() -> None:
+    """The calls and variables of an open session reference each other."""
     clock = ManualClock()
     core = ServeCore(CoreConfig(), clock=clock)
     gc.collect()
@@ -288,8 +288,8 @@ async def test_the_collector_has_nothing_to_do_for_a_session_that_has_ended() ->
     await core.close()
 
 
-async def test_how_a_value_was_made_is_told_after_the_end_of_its_session() -> None:
-    """A reader may have it already, and wait for the journal."""
+async def test_the_record_of_a_value_is_available_after_its_session_has_ended() -> None:
+    """A reader may already have the value and wait for the journal."""
     world = World()
     await world.join()
     program = world.program()

@@ -1,4 +1,4 @@
-"""Logs and traces: no line that somebody else wrote, and nothing for other users' eyes."""
+"""Requests cannot forge lines of logs and traces, and other users cannot read the files."""
 
 import asyncio
 import contextlib
@@ -29,7 +29,7 @@ def record(message: str, *args: object, error: BaseException | None = None) -> l
     return logging.LogRecord("n", logging.INFO, "p", 1, message, args, info)
 
 
-def test_a_name_begins_no_line_of_its_own() -> None:
+def test_a_name_cannot_start_a_new_line() -> None:
     told = record("engine %s joined", FORGED)
     told.facts = {"func": FORGED}
     line = TextFormatter().format(told)
@@ -39,7 +39,7 @@ def test_a_name_begins_no_line_of_its_own() -> None:
     assert "\n" not in JsonFormatter().format(told)
 
 
-def test_an_error_begins_no_line_of_its_own() -> None:
+def test_an_error_cannot_start_a_new_line() -> None:
     try:
         raise RuntimeError(FORGED)
     except RuntimeError as error:
@@ -50,7 +50,7 @@ def test_an_error_begins_no_line_of_its_own() -> None:
     assert "\x1b" not in text
 
 
-def test_half_a_character_is_logged(tmp_path: Path) -> None:
+def test_a_lone_surrogate_is_logged(tmp_path: Path) -> None:
     handler = LogFile(tmp_path / "log")
     for formatter in (TextFormatter(), JsonFormatter()):
         handler.setFormatter(formatter)
@@ -62,7 +62,7 @@ def test_half_a_character_is_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_files_are_for_their_owner(tmp_path: Path, is_there: bool) -> None:
+def test_only_the_owner_can_read_files(tmp_path: Path, is_there: bool) -> None:
     before = os.umask(0)
     try:
         log, trace = tmp_path / "log", tmp_path / "trace"
@@ -80,21 +80,23 @@ def test_files_are_for_their_owner(tmp_path: Path, is_there: bool) -> None:
         os.umask(before)
 
 
-def test_what_is_no_file_stays_as_it_is() -> None:
+def test_special_files_keep_their_mode() -> None:
     mode = os.stat(os.devnull).st_mode
     TraceFile(os.devnull).close()
     assert os.stat(os.devnull).st_mode == mode
 
 
-def test_logs_of_started_servers_are_for_their_owner(tmp_path: Path) -> None:
+def test_only_the_owner_can_read_logs_of_started_servers(tmp_path: Path) -> None:
     with Cluster(engines=[{"engine_type": "sim"}], log_dir=tmp_path) as cluster:
         del cluster
         for path in tmp_path.iterdir():
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
 
 
-async def test_readers_that_leave_are_no_news(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever fails behind somebody who has gone was looked at by us, not by the interpreter."""
+async def test_disconnected_readers_cause_no_errors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Errors after the client has disconnected are handled, so asyncio does not report them."""
     told: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: told.append(str(context["message"])))

@@ -1,5 +1,5 @@
-"""After each attack ServeCore's memory is as before. `python -m tests.hostile.test_memory` makes
-all attacks, many times each, and says how much each left."""
+"""After each attack, ServeCore's memory is as before. `python -m tests.hostile.test_memory` runs
+each attack 30 times and prints the memory before and after it."""
 
 import http.client
 import json
@@ -14,9 +14,9 @@ from tests.hostile.attacked import Attacked, attacked
 from tests.hostile.attacks import TEXTS, VENDORS, WORD, M, made, packed
 
 LEFT_BEHIND = 1.1
-# Conversations that may go on, until they expire.
+# These attacks leave conversations, which are kept until they expire.
 KEPT = ("most turns", "special tokens", "parts", "a schema")
-ROUNDS = 30  # of the long version
+ROUNDS = 30  # Repetitions of each attack in the long version.
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and trims glibc's")
 
@@ -57,7 +57,7 @@ def variables(server: Attacked) -> None:
 
 
 def calls(server: Attacked) -> None:
-    """Nothing reads them."""
+    """Submit calls whose outputs are not read."""
     session = Session(server)
     call = {"template": "{{a}}{{b}}", "parameters": [{"name": "a", "var": "v"}, made("b")]}
     for _ in range(4):
@@ -81,7 +81,7 @@ def unfinished_bodies(server: Attacked) -> None:
 
 
 def unknown_names(server: Attacked) -> None:
-    """What is asked for by a name that nobody has."""
+    """Request models and responses that do not exist."""
     for number in range(40):
         raw = packed({"model": f"m{number}" * 20, "messages": [{"role": "user", "content": "a"}]})
         assert server.ask("POST", "/v1/chat/completions", raw, f"key-{number}")[0] == 404
@@ -112,8 +112,8 @@ def server() -> Iterator[Attacked]:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_memory_comes_back(server: Attacked, name: str) -> None:
-    """At the latest after the second attack: pools and caches keep for good what the first left."""
+def test_memory_is_freed(server: Attacked, name: str) -> None:
+    """The second attack leaves no memory. The first one may: it fills pools and caches."""
     for _ in range(2):
         before = server.memory()
         ATTACKS[name](server)

@@ -1,4 +1,4 @@
-"""Hostile model files: a clear error within bounds of time and memory, and no code of them runs."""
+"""Hostile model files give a clear error within time and memory limits. Their code never runs."""
 
 import json
 import os
@@ -18,13 +18,13 @@ from parrot.engine.models.checkpoint import open_checkpoint, open_tokenizer
 from parrot.utils.config import ConfigError
 from tests.support.tiny_model import make_tiny_model
 
-WITHIN_CPU_S = 5.0  # of a machine that is slow
+WITHIN_CPU_S = 5.0  # Generous, because the machine may be slow.
 WITHIN_KB = 300 * 1024
 
 
 @pytest.fixture(autouse=True)
 def bounds() -> Iterator[None]:
-    """Nothing may take longer, or more memory, than a real model of that size would."""
+    """Check that the block takes no more time and memory than a real model of that size."""
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.process_time()
     yield
     assert time.process_time() - began < WITHIN_CPU_S
@@ -93,7 +93,7 @@ GGUF = {
 def test_gguf_files(tmp_path: Path, name: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(GGUF[name] + b"\0" * 4096)
-    os.truncate(path, 2**33)  # sparse: it may be as large as it says
+    os.truncate(path, 2**33)  # a sparse file, as large as its header says
     for read in (open_checkpoint, open_tokenizer):
         with pytest.raises(ConfigError):
             read(str(path))
@@ -228,7 +228,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path, name: str) -> None:
         assert open_checkpoint(str(folder)).load_tokenizer().vocab_size
 
 
-# Canaries: whatever would run code of a model's makes a file.
+# Canaries: code of a model that creates a file if it runs.
 
 
 class Canary:
@@ -240,7 +240,7 @@ class Canary:
 
 
 def with_canaries(folder: Path, flag: Path) -> Path:
-    """A folder whose code, pickles and `auto_map` are all there to be run."""
+    """Fill a model folder with canaries as code, pickles and `auto_map`."""
     module = f"import pathlib\npathlib.Path({str(flag)!r}).touch()\n"
     classes = ("Config", "Model", "Tokenizer")
     for name in ("configuration", "modeling", "tokenization"):
@@ -303,7 +303,7 @@ def test_no_code_of_a_model_runs(tmp_path: Path, what: str) -> None:
 def test_a_name_is_a_folder_a_file_or_the_id_of_a_hub_model(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the hub being asked for it."""
+    """An invalid name is rejected without a request to the hub."""
     monkeypatch.setattr("socket.getaddrinfo", None)
     for load in (open_checkpoint, open_tokenizer):
         with pytest.raises(ConfigError) as refusal:

@@ -1,4 +1,4 @@
-"""Native functions that never end: they take their own session's time, not that of others."""
+"""Native functions that never end use up the time of their own session only."""
 
 import asyncio
 import time
@@ -66,7 +66,7 @@ async def test_endless_functions_of_one_session_leave_others_a_worker(client: Se
         await asyncio.gather(*reads, return_exceptions=True)
 
 
-async def test_the_longest_timeout_is_the_operators(client: ServeClient) -> None:
+async def test_the_operator_limits_the_timeout(client: ServeClient) -> None:
     async with program(client) as session:
         with pytest.raises(InvalidRequest, match="at most 30 s") as caught:
             await call(session, QUICK, 31)
@@ -75,8 +75,8 @@ async def test_the_longest_timeout_is_the_operators(client: ServeClient) -> None
             await session.get(await call(session, ENDLESS, 0.2))
 
 
-async def test_a_sessions_functions_may_not_run_for_ever_one_after_the_other() -> None:
-    """Neither those that wait already nor new ones run when the time is used up."""
+async def test_the_functions_of_a_session_have_a_total_time_limit() -> None:
+    """After the session's time is used up, neither queued functions nor new ones run."""
     config = CoreConfig(native_workers=2, session_quota=SessionQuota(native_ms=300))
     async with serving(config) as client, program(client) as greedy, program(client) as other:
         calls = [await call(greedy, ENDLESS, 0.4) for _ in range(5)]

@@ -1,5 +1,5 @@
-"""Peers that answer 200 with something else: engines to ServeCore, and ServeCore to engines. It is
-an error like any other, for whoever asked, and nothing that went on ends by it."""
+"""Invalid answers with status 200, from engines to ServeCore and from ServeCore to engines. The
+caller gets an ordinary error, and other work continues."""
 
 import asyncio
 import gzip
@@ -65,7 +65,7 @@ ODD_EVENTS = [
 
 
 class Odd:
-    """Answers everything with what it is told to."""
+    """A server that answers every request with `answer`."""
 
     def __init__(self) -> None:
         self.answer: Any = {}
@@ -95,7 +95,7 @@ async def drained(stream: AsyncIterator[Any]) -> None:
 
 
 @pytest.mark.parametrize("answer", ODD, ids=str)
-async def test_clients_raise_errors_of_the_tree(odd: tuple[Odd, str], answer: Any) -> None:
+async def test_clients_raise_parrot_errors(odd: tuple[Odd, str], answer: Any) -> None:
     odd[0].answer = answer
     async with HttpClient(odd[1]) as http:
         engine, core = EngineClient(http), RegistrationClient(http)
@@ -112,7 +112,7 @@ async def test_clients_raise_errors_of_the_tree(odd: tuple[Odd, str], answer: An
         ]
         for verb in verbs:
             with suppress(InternalError):
-                await verb  # some of these are an answer to some
+                await verb  # some answers are valid for some requests
 
 
 ZEROS = b"0" * 2**20
@@ -132,7 +132,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize("name", LARGE)
-async def test_an_answer_is_read_up_to_a_bound(
+async def test_the_size_of_an_answer_is_limited(
     odd: tuple[Odd, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parrot.protocol.http._MAX_ANSWER", 2**18)
@@ -145,13 +145,13 @@ async def test_an_answer_is_read_up_to_a_bound(
 
 
 @pytest.mark.parametrize("events", ODD_EVENTS, ids=str)
-async def test_streams_raise_errors_of_the_tree(odd: tuple[Odd, str], events: bytes) -> None:
+async def test_streams_raise_parrot_errors(odd: tuple[Odd, str], events: bytes) -> None:
     odd[0].answer = events
     async with HttpClient(odd[1]) as http:
         engine = EngineClient(http)
         for stream in (engine.generate_stream(GenerateRequest(context_id=1)), engine.follow(1)):
             if events.startswith(b"event: done") and stream.__name__ == "followed":
-                continue  # which nothing is read of
+                continue  # `follow` ignores this event
             with pytest.raises(ParrotError):
                 await drained(stream)
         with pytest.raises(ParrotError):
@@ -159,7 +159,7 @@ async def test_streams_raise_errors_of_the_tree(odd: tuple[Odd, str], events: by
         await engine.close()
 
 
-async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
+async def test_an_engine_retries_after_an_invalid_answer_to_its_registration(
     odd: tuple[Odd, str],
 ) -> None:
     server, url = odd
@@ -172,7 +172,7 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
         )  # fmt: skip
         running = asyncio.create_task(heartbeat.run())
         answers = [{"a": 1}, {"engine_id": 1}, {"state": "maybe"}, [], {"state": "ok"}]
-        for answer in answers:  # an odd registration, a good one, then heartbeats
+        for answer in answers:  # an invalid registration, a valid one, then heartbeats
             server.answer = answer
             server.asked.clear()
             await asyncio.wait_for(server.asked.wait(), 10)
@@ -184,7 +184,7 @@ async def test_an_engine_whose_registration_is_answered_oddly_tries_on(
 
 
 @pytest.mark.parametrize("answer", [5, {}, ODD[12], ODD[13], b"event: chunk\ndata: {\n\n"], ids=str)
-async def test_calls_on_an_odd_engine_fail_and_nothing_is_left(
+async def test_calls_fail_on_an_engine_that_sends_invalid_answers(
     odd: tuple[Odd, str], answer: Any
 ) -> None:
     server, url = odd
@@ -224,7 +224,7 @@ async def test_calls_on_an_odd_engine_fail_and_nothing_is_left(
     "piece", [b"x" * 2**16, b"data: %b\n" % (b"x" * 2**16)], ids=["line", "data"]
 )
 def test_a_long_event_is_not_copied_for_each_piece(piece: bytes) -> None:
-    """64 MiB in pieces of 64 KiB took a minute."""
+    """With a copy for each piece, 64 MiB in pieces of 64 KiB took a minute."""
     parser = EventParser()
     for _ in range(1023):
         assert not list(parser.feed(piece))

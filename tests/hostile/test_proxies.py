@@ -1,4 +1,4 @@
-"""Requests behind a proxy, and heads that no client of HTTP/1.1 sends."""
+"""Requests through a proxy, and headers that no HTTP/1.1 client sends."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ FORWARDED = {"X-Forwarded-For": "6.6.6.6, 203.0.113.7, 127.0.0.1", "X-Forwarded-
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-async def test_only_a_trusted_proxy_tells_the_address_and_tls(
+async def test_only_a_trusted_proxy_sets_the_address_and_tls(
     is_trusted: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "audit"
@@ -36,7 +36,7 @@ async def test_only_a_trusted_proxy_tells_the_address_and_tls(
     assert ("secure" in cookie) is is_trusted
     assert "httponly" in cookie
     (line,) = [json.loads(one) for one in path.read_text().splitlines()]
-    # Addresses before the last untrusted one are the client's own words.
+    # The client can forge all addresses before the last untrusted one.
     assert line["from"] == ("203.0.113.7" if is_trusted else "127.0.0.1")
 
 
@@ -68,7 +68,7 @@ async def test_answers_of_the_page_are_not_stored_and_have_their_type() -> None:
     ("head", "status"),
     [
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
-        (b"GET /health HTTP/1.0\r\n\r\n", 200),  # As the checks of some proxies.
+        (b"GET /health HTTP/1.0\r\n\r\n", 200),  # Some proxies send this as a health check.
         (b"GET /health HTTP/1.1\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400),
         (b"GET /health HTTP/0.9\r\n\r\n", 400),

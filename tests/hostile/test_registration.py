@@ -1,4 +1,4 @@
-"""Who may be an engine, and use one: whoever knows the cluster's token."""
+"""Only servers with the cluster's token may register as engines and use engines."""
 
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -69,7 +69,7 @@ def test_an_engine_that_others_can_reach_does_not_start_without_a_token(
         engine_main(["--config_path", path, *options])
 
 
-async def test_keys_close_the_cluster_to_whoever_has_no_token() -> None:
+async def test_with_api_keys_the_cluster_rejects_requests_without_its_token() -> None:
     with Cluster({"api_keys": ["one"]}, [SIM]) as cluster:
         engine_url = cluster.url(cluster.engine_names[0])
         for token in (None, "one", "guessed"):
@@ -93,7 +93,7 @@ def test_a_cluster_and_the_servers_of_one_user_share_the_kept_token(state_home: 
         cluster.wait_ready([cluster.add_engine(by_hand | {"engine_name": "second"})])
 
 
-def test_insecure_clusters_ask_nobody() -> None:
+def test_insecure_clusters_have_no_token() -> None:
     with Cluster({"insecure": True}, [SIM]) as cluster:
         assert cluster.cluster_token is None
 
@@ -125,7 +125,7 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         kept_token(str(tmp_path))
 
 
-async def test_nobody_takes_the_place_of_an_engine_that_answers() -> None:
+async def test_an_engine_that_answers_is_not_replaced() -> None:
     with Cluster({}, [SIM]) as cluster:
         (engine,) = cluster.engine_names
         token, config = cluster.cluster_token, cluster.configs[engine]
@@ -140,12 +140,12 @@ async def test_nobody_takes_the_place_of_an_engine_that_answers() -> None:
             assert [e["engine_id"] for e in after["engines"]] == [
                 e["engine_id"] for e in before["engines"]
             ]
-        cluster.kill(engine)  # the same place, and another start: it joins at once
+        cluster.kill(engine)  # a restarted engine at the same address joins at once
         cluster.restart(engine)
         cluster.wait_ready([engine], timeout_s=20)
 
 
-async def test_one_that_does_not_answer_is_replaced() -> None:
+async def test_an_engine_that_does_not_answer_is_replaced() -> None:
     first, second = fake_engine("a"), fake_engine("a")
     engines = iter((first, second))
     fleet = Dispatcher(CoreConfig(), ManualClock(0.0), lambda info: next(engines)).fleet
@@ -167,7 +167,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-async def test_a_tokenizer_that_is_none_is_refused(name: str) -> None:
+async def test_an_invalid_tokenizer_is_rejected(name: str) -> None:
     engine, text = fake_engine("odd"), UNUSABLE[name]
     digest = sha256(text.encode()).hexdigest()
     engine.info = engine.info.model_copy(update={"tokenizer_id": digest})
@@ -181,8 +181,8 @@ async def test_a_tokenizer_that_is_none_is_refused(name: str) -> None:
     await fleet.close()
 
 
-async def test_a_tokenizer_that_is_not_that_of_its_id_is_refused() -> None:
-    """Else who claims another's id gives all engines of that id its own tokens."""
+async def test_a_tokenizer_that_does_not_match_its_id_is_rejected() -> None:
+    """Otherwise one engine could replace the tokenizer of all engines with the same id."""
     liar = fake_engine("liar")
     liar.info = liar.info.model_copy(update={"tokenizer_id": "0" * 64})
     fleet = Dispatcher(CoreConfig(), ManualClock(0.0), lambda info: liar).fleet

@@ -44,14 +44,14 @@ _WATCHED = ("open", "os.listdir", "os.scandir", "socket.getaddrinfo", "socket.co
 def _watch(
     event: str, args: tuple[object, ...], watched: Sequence[str] = _WATCHED, canary: str = CANARY
 ) -> None:
-    """`watched`, `canary`: bound here, because the hook outlives the globals."""
+    # `watched` and `canary` are parameters because the hook outlives the globals.
     if event in watched and canary in str(args):
         _touched.append(f"{event} {args}")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def watched() -> None:
-    sys.addaudithook(_watch)  # it stays
+    sys.addaudithook(_watch)  # audit hooks cannot be removed
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,7 @@ async def site() -> AsyncIterator[Site]:
         yield site
 
 
-def test_the_canary_sings() -> None:
+def test_the_canary_detects_accesses() -> None:
     with pytest.raises(OSError, match=CANARY):
         Path(f"/nowhere/{CANARY}").read_bytes()
     assert _touched
@@ -75,14 +75,14 @@ def test_the_canary_sings() -> None:
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_a_model_is_one_that_is_served_or_none(site: Site, path: str) -> None:
+async def test_an_unknown_model_is_rejected(site: Site, path: str) -> None:
     for name in NAMES:
         status, answer = await site.send(path, ROUTES[path] | {"model": name})
         assert status == 404, (name, answer)
         assert not site.engine.requests
 
 
-async def test_a_model_in_a_path_or_of_a_call_is_one_too(site: Site) -> None:
+async def test_an_unknown_model_in_a_path_or_a_call_is_rejected(site: Site) -> None:
     scope = await site.post("/v1/session", {})
     for name in NAMES:
         quoted = name.replace("/", "%2F").replace("{", "%7B").replace("\x00", "%00")
@@ -106,7 +106,7 @@ TEMPLATES = [
 
 
 @pytest.mark.parametrize("text", TEMPLATES)
-async def test_a_template_in_a_text_is_text(site: Site, text: str) -> None:
+async def test_a_template_in_a_text_is_not_rendered(site: Site, text: str) -> None:
     chat = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
     tool = {"type": "function", "function": {"name": "f", "description": text, "parameters": {}}}
     await site.post("/v1/chat/completions", chat)
@@ -116,14 +116,14 @@ async def test_a_template_in_a_text_is_text(site: Site, text: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/tokenize"])
-async def test_no_request_brings_a_template(site: Site, path: str) -> None:
+async def test_a_request_cannot_bring_a_template(site: Site, path: str) -> None:
     given = ROUTES[path] | {"model": MODEL, "chat_template": "{{ messages }}"}
     status, answer = await site.send(path, given)
     assert status == 400
     assert "chat_template" in str(answer)
 
 
-async def test_what_an_image_s_address_names_is_not_fetched(site: Site) -> None:
+async def test_the_url_of_an_image_is_not_fetched(site: Site) -> None:
     url = f"http://{CANARY}.example/x.png"
     part = {"type": "image_url", "image_url": {"url": url}}
     chat = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}

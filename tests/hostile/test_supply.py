@@ -1,4 +1,4 @@
-"""Samples hold no secrets that everybody knows. Two files pin each package that is installed:
+"""Sample files contain no usable secrets. Two files pin each package that is installed:
 requirements.lock for ServeCore, with hashes, and constraints.txt for everything."""
 
 import re
@@ -36,7 +36,7 @@ def pins(path: Path) -> list[Requirement]:
 
 
 def pinned(path: Path, python: str, platform: str) -> dict[str, str]:
-    """Versions by name that hold on one Python and platform."""
+    """Return the pinned versions by name, for one Python version and platform."""
     place = {
         "python_version": python.rpartition(".")[0],
         "python_full_version": python,
@@ -62,7 +62,7 @@ def test_placeholders_are_refused_by_name() -> None:
         parse_config(SimConfig, {"engine_type": "sim", "cluster_token": "replace-me-x"}, "x")
 
 
-def test_the_lock_has_what_servecore_needs_with_digests() -> None:
+def test_the_lock_file_pins_the_requirements_of_servecore_with_digests() -> None:
     needed = names(project()["dependencies"]) | names(project()["optional-dependencies"]["otel"])
     entries = LOCK.read_text().replace("\\\n", " ").splitlines()
     assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
@@ -88,6 +88,6 @@ def test_constraints_pin_each_requirement_once(python: str, platform: str) -> No
 
 
 @pytest.mark.parametrize(("python", "platform"), PLACES)
-def test_both_files_are_one_resolution(python: str, platform: str) -> None:
+def test_both_files_pin_the_same_versions(python: str, platform: str) -> None:
     lock = pinned(LOCK, python, platform)
     assert lock.items() <= pinned(CONSTRAINTS, python, platform).items()

@@ -1,5 +1,5 @@
-"""The attacks of the first review in other clothes: headers twice, bodies in pieces, requests that
-are sent together, names that look like ours."""
+"""Variations of the attacks in other files: repeated headers, bodies in pieces, pipelined requests
+and similar host names."""
 
 import asyncio
 import re
@@ -27,8 +27,8 @@ async def port() -> AsyncIterator[int]:
 
 
 async def sent(port: int, *raw: bytes, count: int | None = None) -> list[int]:
-    """The statuses of the answers to these bytes, which are sent piece by piece: of all until the
-    connection ends, or of the first `count`."""
+    """Send bytes piece by piece and return the statuses of the answers: all until the connection
+    closes, or the first `count`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         for piece in raw:
@@ -91,7 +91,7 @@ async def test_two_names(port: int, first: str, second: str) -> None:
 
 
 async def test_two_credentials(port: int) -> None:
-    """The first counts."""
+    """The server uses the first of two `Authorization` headers."""
     good, bad = "Authorization: Bearer key", "Authorization: Bearer wrong"
     assert await sent(port, request("/v1/models", bad, good, CLOSE)) == [401]
     assert await sent(port, request("/v1/models", good, bad, CLOSE)) == [200]
@@ -117,7 +117,7 @@ async def test_bodies_that_a_page_could_send(port: int, kind: str) -> None:
         assert await sent(port, raw) == [415], path
 
 
-async def test_requests_that_come_together_are_judged_one_by_one(port: int) -> None:
+async def test_pipelined_requests_are_checked_one_by_one(port: int) -> None:
     raw = [
         request("/v1/models", "Authorization: Bearer key"),
         request("/v1/models"),
@@ -134,7 +134,7 @@ async def test_requests_that_come_together_are_judged_one_by_one(port: int) -> N
 
 @pytest.mark.parametrize("path", ["/v1/semantic_graph", "/v1/chat/completions", "/v1/responses"])
 @pytest.mark.parametrize("is_chunked", [True, False])
-async def test_a_request_in_a_body_that_is_not_read_is_no_request(
+async def test_a_request_inside_an_unread_body_is_not_executed(
     port: int, path: str, is_chunked: bool
 ) -> None:
     inner = request("/v1/models", "Authorization: Bearer key")
@@ -147,9 +147,9 @@ async def test_a_request_in_a_body_that_is_not_read_is_no_request(
     try:
         found = await sent(port, raw)
     except ConnectionError:
-        return  # it hung up, which is an answer as well
+        return  # the server closed the connection, which is also correct
     assert found[:1] == [401]
-    assert set(found[1:]) <= {200}  # that of /health
+    assert set(found[1:]) <= {200}  # the answer of /health
     assert len(found) <= 2
 
 
@@ -165,7 +165,7 @@ async def test_a_request_in_a_body_that_is_not_read_is_no_request(
     ],
     ids=str,
 )
-async def test_lengths_that_contradict(port: int, headers: tuple[str, ...]) -> None:
+async def test_contradictory_lengths_are_rejected(port: int, headers: tuple[str, ...]) -> None:
     head = "\r\n".join(["POST /v1/session HTTP/1.1", "Host: localhost", JSON, *headers, "", ""])
     inner = request("/v1/models", "Authorization: Bearer key", CLOSE)
     found = await sent(port, head.encode() + b"0\r\n\r\n" + inner)
@@ -181,5 +181,5 @@ async def test_pieces_of_a_body_are_counted_together(port: int) -> None:
         CLOSE, method="POST",
     )  # fmt: skip
     body = b'2\r\n["\r\n3\r\na",\r\n'
-    with suppress(ConnectionError):  # it may be cut while more comes
+    with suppress(ConnectionError):  # the server may close before it has read all bytes
         assert await sent(port, raw, body, *[chunk] * 40, b"0\r\n\r\n") == [413]

@@ -1,4 +1,4 @@
-"""Bodies for the vendors' endpoints that would take long to look at, or to write again."""
+"""Bodies for the OpenAI and Anthropic endpoints that would take long to parse or to serialize."""
 
 import json
 import re
@@ -58,7 +58,7 @@ def call(path: str, arguments: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [RESPONSES, CHAT, MESSAGES])
 async def test_deep_nesting(site: Site, path: str) -> None:
-    """Every depth is answered, up to what can be read at all, with 200 or with 400."""
+    """Each depth gets 200 or 400, never a server error."""
     for depth in (1, 200, *range(235, 260), 900):
         deep = nested(depth)
         bodies = [
@@ -116,7 +116,7 @@ async def test_the_first_of_many_errors_is_enough(site: Site, path: str) -> None
     ],
     ids=lambda given: f"{str(given)[:20]}-{len(given)}",
 )
-async def test_inputs_of_embeddings_that_are_none(site: Site, given: Any) -> None:
+async def test_invalid_inputs_of_embeddings_are_rejected(site: Site, given: Any) -> None:
     status, answer = await site.send("/v1/embeddings", {"model": MODEL, "input": given})
     assert status == 400
     assert len(json.dumps(answer)) < 1000
