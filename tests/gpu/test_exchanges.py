@@ -24,7 +24,7 @@ pytestmark = [
 ROUNDS, WIDTH, MAX_ROWS = 40, 4096, 512
 
 
-def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
+def test_sums_and_exchanges_are_right_whichever_rank_is_late(tmp_path: Path) -> None:
     run_ranks(__name__, 2, str(tmp_path / "store"))
 
 

@@ -213,7 +213,7 @@ def test_a_graph_replays_another_plan_in_the_same_buffers(quantised: bool) -> No
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_a_plan_outlives_the_growth_of_its_sequences(quantised: bool) -> None:
+def test_a_plan_stays_valid_while_its_sequences_grow(quantised: bool) -> None:
     shape = AttentionShape(4, 1, 128, 64)
     requests = [Request((SYSTEM,), 70 + i) for i in range(6)]
     case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
@@ -280,7 +280,7 @@ def test_fills_that_read_converted_pages(
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("group", "kv_heads", "dim"), [(4, 2, 128), (1, 4, 64), (3, 3, 64)])
-def test_dense_beginnings_of_fills(group: int, kv_heads: int, dim: int, quantised: bool) -> None:
+def test_dense_prefixes_of_fills(group: int, kv_heads: int, dim: int, quantised: bool) -> None:
     shape = AttentionShape(group * kv_heads, kv_heads, dim, 64)
     requests = [*MIXED, Request((), 0, 1500), Request((), 0, 1024)]
     case = make_case(requests, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)

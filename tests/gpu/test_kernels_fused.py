@@ -82,7 +82,7 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool) ->
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64)])
 @pytest.mark.parametrize("keep_k", [False, True])
-def test_a_quantised_cache_gets_the_bits_that_torch_would_write(
+def test_a_quantised_cache_gets_the_same_bits_as_from_torch(
     heads: int, kv_heads: int, dim: int, keep_k: bool
 ) -> None:
     page, tokens = 64, 130

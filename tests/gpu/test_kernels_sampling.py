@@ -50,7 +50,7 @@ def test_the_largest_logit(vocab_size: int, dtype: torch.dtype) -> None:
     ("vocab_size", "dtype"),
     [(259, torch.float32), (50257, torch.float32), (151936, torch.bfloat16)],
 )
-def test_tokens_are_those_of_the_cpu(
+def test_drawn_tokens_equal_those_of_the_cpu(
     fields: dict[str, Any], vocab_size: int, dtype: torch.dtype
 ) -> None:
     """Few tokens differ: where two sums of score and noise, or a sum of weights and its limit, are

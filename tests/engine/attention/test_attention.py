@@ -1,4 +1,5 @@
-"""The torch backend runs any plan exactly: against float64 over the tokens of each context."""
+"""The torch backend computes any plan exactly. The reference is float64 attention over the tokens
+of each context."""
 
 from dataclasses import replace
 from typing import Any
@@ -32,13 +33,13 @@ PREFIX, LONGER = ("prefix", 22), ("longer", 17)
 def run(
     case: Case, shape: AttentionShape, gate: GateConfig | None, split: SplitConfig = WHOLE_SPANS
 ) -> tuple[torch.Tensor, WorkList]:
-    """The output [tokens, heads, head_dim] over a pool that holds what the engine's would: zeros
-    where a context's own blocks are not written, and NaN in those of nobody."""
+    """The output [tokens, heads, head_dim] for a pool as the engine would have it. Unwritten slots
+    in a context's own blocks are zeros, and blocks without an owner are NaN."""
     pool = torch.stack((case.k_cache, case.v_cache)).transpose(1, 2)
     used = ~pool.isnan().all(dim=-1).all(dim=-1, keepdim=True).unsqueeze(-1)
     pool = torch.where(used & pool.isnan(), 0.0, pool)
     blocks = case.step.tables[case.step.requests, case.step.positions // shape.page_size]
-    pool[:, :, blocks, case.step.positions % shape.page_size] = 0.0  # the step writes them
+    pool[:, :, blocks, case.step.positions % shape.page_size] = 0.0  # The step writes these slots.
     pool = torch.stack((torch.full_like(pool, float("nan")), pool))
     backend = TorchAttention(PooledKV.plain(pool), shape.num_heads, [case.rule] * 2)
     work = plan_work(case.step, shape, gate, split)
@@ -71,7 +72,8 @@ def test_random_trees_match_the_reference(
     window: int | None,
     softcap: float | None,
 ) -> None:
-    """Trees of contexts, decodes beside fills, cut up as for a CPU and as for the kernels."""
+    """Trees of contexts, with decodes and fills in one step, split as for a CPU and as for the
+    kernels."""
     kv_heads, group, dim = shape
     paths = [(), (PREFIX,), (PREFIX, LONGER), (("other", 9),)]
     case = make_case(
@@ -141,7 +143,7 @@ def test_the_new_kv_is_written_to_its_layer_and_its_slots_only() -> None:
 def reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` with a mask of all scores, in float64."""
+    """`attend` in float64, with a mask for all scores."""
     scores = q.double() @ k.double().transpose(1, 2) * q.shape[-1] ** -0.5 + mask
     return scores.softmax(-1) @ v.double(), scores.logsumexp(-1)
 
@@ -161,7 +163,7 @@ TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
-    """Long enough for 300 rows to be taken in several blocks."""
+    """The items are so long that 300 rows need several blocks."""
     q, k, v = some_qkv(4, rows, 2500, 16, dtype)
     mask = torch.zeros(4, 1, 2500, dtype=dtype)
     mask[::2, 0, 1:] = mask[1::2, 0, 2000:] = float("-inf")
@@ -176,10 +178,11 @@ def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
 
 
 @pytest.mark.parametrize("shared_mask", [None, (1, 1), (1, 70), (6, 1), (6, 70)])
-def test_scores_of_long_contexts_are_never_all_there(
+def test_scores_of_long_contexts_are_computed_in_parts(
     shared_mask: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most so many at once, of some heads and rows; the results are those of all together."""
+    """Each part has at most `_MOST_SCORES` scores, for some heads and rows. The results are those
+    of one computation."""
     q, k, v = some_qkv(6, 70, 500, 8)
     mask = None if shared_mask is None else torch.randn((*shared_mask, 500))
     want, want_lse = attend(q, k, v, plain_rule(q.shape[-1]), mask=mask, with_lse=True)
@@ -206,7 +209,8 @@ def test_scores_of_long_contexts_are_never_all_there(
 def test_causal_attention_block_by_block(
     dtype: torch.dtype, tolerance: float, block: int, past: int
 ) -> None:
-    """Of 70 tokens whose KV head has three query heads; what follows them in memory is not read."""
+    """70 tokens, with three query heads for each KV head. Memory after the keys and values is not
+    read."""
     q, k, v = some_qkv(2, 210, past + 70, 16, dtype)
     hidden = torch.arange(past + 70) > past + torch.arange(70).repeat_interleave(3)[:, None]
     whole = torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
@@ -221,8 +225,9 @@ def test_causal_attention_block_by_block(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1, 70, 200])
-def test_long_fills_beside_decodes(dtype: torch.dtype, window: int | None) -> None:
-    """A beginning and a continuation are calls of their own, the rest shares one."""
+def test_long_fills_with_decodes_in_the_same_step(dtype: torch.dtype, window: int | None) -> None:
+    """A fill from position 0 and a fill that continues a context need a call each. All other items
+    share one call."""
     shape = AttentionShape(6, 2, 16, BLOCK)
     requests = [
         Request((), 0, 180),
@@ -236,7 +241,7 @@ def test_long_fills_beside_decodes(dtype: torch.dtype, window: int | None) -> No
     assert relative_error(run(case, shape, None)[0], case.expected) < tolerance
 
 
-def test_merging_parts_is_attention_over_their_union() -> None:
+def test_merged_parts_equal_attention_over_all_keys() -> None:
     q, k, v = some_qkv(2, 3, 20, 8)
     parts = [
         attend(q, k[:, a:b], v[:, a:b], plain_rule(8), with_lse=True)

@@ -58,7 +58,8 @@ def run(
     only_last: bool = False,
     times: int = 1,
 ) -> torch.Tensor:
-    """Poison every buffer before each run, and insist on the same bits each time."""
+    """The output of the kernels. All buffers are NaN before each run, and all runs must give the
+    same bits."""
     work = plan_work(case.step, shape, gate, split)
     need = Capacity.of(work)
     capacity = replace(
@@ -85,7 +86,7 @@ def run(
         options = {"rule": case.rule, "only_last": only_last}
         results.append(attention.run(case.q, case.kv, plan, out, new, **options))
     first, *others = results
-    for other in others:  # what is left alone stays NaN
+    for other in others:  # Rows that the kernel does not write stay NaN.
         assert torch.equal(first.nan_to_num(1e9), other.nan_to_num(1e9))
     return first
 
@@ -139,7 +140,7 @@ def test_scales_caps_and_windows(rule: ScoreRule, page: int, quantised: bool) ->
 def test_pages_outside_of_all_windows_are_not_read(
     window: int, kv_heads: int, page: int, quantised: bool
 ) -> None:
-    """Other contexts may have written NaN to them."""
+    """Other contexts may have written NaN to these pages."""
     shape = AttentionShape(2 * kv_heads, kv_heads, 64, page)
     rule = ScoreRule(0.125, window=window)
     requests = [
@@ -165,7 +166,7 @@ def test_windows_of_fills_that_read_converted_pages(rule: ScoreRule) -> None:
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize(("group", "kv_heads", "page"), [(1, 1, 16), (3, 2, 64), (4, 1, 64)])
-def test_fills_with_cached_prefixes_beside_decodes(
+def test_fills_with_cached_prefixes_and_decodes(
     group: int, kv_heads: int, page: int, quantised: bool
 ) -> None:
     shape = AttentionShape(kv_heads * group, kv_heads, 64, page)
@@ -204,7 +205,7 @@ def test_fills_that_read_converted_pages(
 
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_dense_beginnings_of_fills(only_last: bool, quantised: bool) -> None:
+def test_dense_prefixes_of_fills(only_last: bool, quantised: bool) -> None:
     shape = AttentionShape(4, 2, 64, 64)
     requests = [
         Request((SYSTEM,), 7),
@@ -270,9 +271,9 @@ def test_half_precision_storage() -> None:
 
 
 @pytest.mark.parametrize("quantised", [False, True])
-def test_a_plan_outlives_the_growth_of_its_sequences(quantised: bool) -> None:
+def test_a_plan_stays_valid_while_its_sequences_grow(quantised: bool) -> None:
     shape = AttentionShape(2, 1, 64, 16)
-    # Planned eight tokens earlier, run on the step as it is now.
+    # The plan is 8 tokens older than the step.
     grown = [r if r.own >= 8 else Request(r.path, r.own + 8) for r in MIXED]
     now = make_case(grown, shape, dtype=torch.float32, quantised=quantised)
     earlier = StepRows(now.step.tables, now.step.starts - 8, now.step.q_lens)

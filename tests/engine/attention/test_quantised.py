@@ -1,4 +1,4 @@
-"""Rows of numbers in e4m3 with a power of two."""
+"""Rows of numbers that are stored in e4m3, with a power of two as their scale."""
 
 import math
 
@@ -17,14 +17,16 @@ def through(values: list[float], dtype: torch.dtype = torch.float32) -> torch.Te
 
 
 @given(st.lists(FINITE, min_size=1, max_size=16))
-def test_numbers_change_by_a_sixteenth_or_by_little_of_the_largest(values: list[float]) -> None:
+def test_numbers_change_by_at_most_a_sixteenth_or_a_small_part_of_the_largest(
+    values: list[float],
+) -> None:
     largest = max(map(abs, values))
     for before, after in zip(values, through(values).tolist(), strict=True):
         assert abs(after - before) <= max(abs(before) / 16, largest * 2.0**-17, 2.0**-49)
 
 
 @given(st.lists(FINITE, min_size=1, max_size=16))
-def test_what_was_stored_once_does_not_change_again(values: list[float]) -> None:
+def test_numbers_that_were_stored_once_do_not_change_again(values: list[float]) -> None:
     once = through(values)
     assert torch.equal(through(once.tolist()), once)
 
@@ -36,7 +38,7 @@ def test_a_power_of_two_changes_the_exponent_alone(values: list[float], shift: i
         return
     codes, exponents = quantise(x)
     same, moved = quantise(x * 2.0**shift)
-    if float(x.abs().max()) * 2.0**shift > 2.0**-31:  # exponents have a lower end
+    if float(x.abs().max()) * 2.0**shift > 2.0**-31:  # Exponents have a lower limit.
         assert torch.equal(codes, same)
         assert int(moved) == int(exponents) + shift
 
@@ -52,7 +54,7 @@ def test_every_code_comes_back_exactly(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_stays_so_and_spoils_no_other(bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_so_and_changes_no_other_row(bad: float) -> None:
     rows = torch.tensor([[1.0, 2.0, 3.0], [1.0, bad, 3.0]])
     numbers = dequantise(*quantise(rows), torch.float32)
     assert torch.equal(numbers[0], rows[0])

@@ -1,4 +1,4 @@
-"""The planner, on its own: numpy in, numpy out."""
+"""The planner of attention work, without a runner or a device."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ def shape_of(group: int, kv_heads: int = 2) -> AttentionShape:
 
 
 def steps() -> st.SearchStrategy[StepRows]:
-    """Requests whose tables begin with chunks out of a small tree, decodes and fills mixed."""
+    """Steps with decodes and fills. The contexts share prefixes that come from a small tree."""
     path = st.lists(st.integers(0, 1), max_size=4).map(tuple)
     request = st.tuples(path, st.integers(0, 3 * PAGE), st.sampled_from([1, 1, 1, 2, 40]))
     return st.lists(request, min_size=1, max_size=9).map(_step)
@@ -52,7 +52,7 @@ def _step(requests: list[tuple[tuple[int, ...], int, int]]) -> StepRows:
 
     tables, starts, q_lens = [], [], []
     for index, (path, own, new) in enumerate(requests):
-        # Every tree node is two pages long, named by the way to it.
+        # Every tree node is two pages long. Its name is the path from the root.
         table = [page_id((path[: d + 1], half)) for d in range(len(path)) for half in (0, 1)]
         start = len(table) * PAGE + own
         pages = -(-(start + new) // PAGE)
@@ -76,7 +76,7 @@ def item_tokens(work: WorkList, item: np.ndarray) -> np.ndarray:
 
 
 def seen_keys(step: StepRows, work: WorkList) -> list[list[tuple[int, int]]]:
-    """Per row of q, the (page, offset) of every key that some item shows it."""
+    """For each row of q, the (page, offset) of each key that an item reads for it."""
     request_of = np.repeat(np.arange(len(step.q_lens)), step.q_lens)
     position_of = np.concatenate(
         [np.arange(s, s + n) for s, n in zip(step.starts, step.q_lens, strict=True)]
@@ -133,7 +133,9 @@ def test_slots_are_unique_and_those_of_a_token_lie_in_its_range(
 
 
 @pytest.mark.parametrize(("lengths", "even"), [((90, 100, 80), True), ((300, 20, 20), False)])
-def test_even_narrow_items_are_told_from_uneven_ones(lengths: tuple[int, ...], even: bool) -> None:
+def test_narrow_items_of_similar_length_are_marked_as_even(
+    lengths: tuple[int, ...], even: bool
+) -> None:
     tables = np.arange(60, dtype=np.int32).reshape(3, 20)
     step = StepRows(tables, np.array(lengths, dtype=np.int32) - 1, np.ones(3, dtype=np.int32))
     whole = SplitConfig(num_sms=1, min_span=(1000,) * 3)
@@ -144,7 +146,7 @@ def test_even_narrow_items_are_told_from_uneven_ones(lengths: tuple[int, ...], e
     ("start", "length", "dense"),
     [(0, 15, ()), (0, 16, ((3, 16),)), (0, 31, ((3, 24),)), (1, 31, ())],
 )
-def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
+def test_only_the_start_of_a_long_fill_from_position_0_is_dense(
     start: int, length: int, dense: tuple[tuple[int, int], ...]
 ) -> None:
     tables = np.arange(8, dtype=np.int32).reshape(2, 4)
@@ -153,7 +155,7 @@ def test_dense_is_the_beginning_of_a_long_fill_from_position_0(
     assert work.dense == dense
 
 
-def test_a_prompt_alone_that_is_dense_as_a_whole_has_no_items() -> None:
+def test_a_single_prompt_that_is_dense_as_a_whole_has_no_items() -> None:
     tables, starts = np.arange(4, dtype=np.int32)[None], np.zeros(1, dtype=np.int32)
     step = StepRows(tables, starts, np.array([24], dtype=np.int32))
     work = plan_work(step, shape_of(1), FREE_SHARING, SOME_DENSE)
@@ -178,7 +180,7 @@ def test_converted_fills_find_their_pages_among_the_conversions(step: StepRows, 
             read.add(int(item[CONVERTED_FIRST] + page))
     assert read == set(range(len(work.converted_pages)))
     rows = np.concatenate([step.q_lens[work.fills[:, TABLE_ROW]], [0]]) * group
-    if (rows >= SOME_CONVERTED.converted_rows).any():  # there was no room for one of them
+    if (rows >= SOME_CONVERTED.converted_rows).any():  # One of these fills did not fit.
         pages = -(-(step.starts + step.q_lens) // PAGE)
         assert pages[step.q_lens * group >= SOME_CONVERTED.converted_rows].sum() > 6
 
@@ -200,7 +202,7 @@ def test_items_fit_their_tiles_and_come_largest_first(step: StepRows) -> None:
 def test_free_sharing_reads_each_page_of_decodes_once(step: StepRows) -> None:
     decodes = StepRows(step.tables, step.starts, np.ones_like(step.q_lens))
     work = plan_work(decodes, shape_of(1), FREE_SHARING, SplitConfig(min_span=(10**6,) * 3))
-    # Nobody's partial page is shared, and no tile of rows is full: one read of each page.
+    # Partial pages are not shared and no tile of rows is full, so each page is read once.
     read: list[int] = []
     for item in items_of(work):
         end = decodes.starts[item[TABLE_ROW]] + 1 if item[OWN] else item[KV_END]
@@ -210,7 +212,7 @@ def test_free_sharing_reads_each_page_of_decodes_once(step: StepRows) -> None:
 
 
 @given(steps())
-def test_nodes_are_nested_and_their_requests_begin_alike(step: StepRows) -> None:
+def test_nodes_are_nested_and_their_requests_share_a_prefix(step: StepRows) -> None:
     tree = build_tree(step.tables, step.starts // PAGE)
     assert sorted(tree.order) == list(range(len(step.starts)))
     for index, node in enumerate(tree.nodes):
@@ -257,8 +259,8 @@ def test_the_gate_is_monotone_in_length_and_in_requests() -> None:
     assert table[-1][-1]
 
 
-def test_a_node_that_is_not_worth_sharing_is_merged_down() -> None:
-    # Two groups of 8 under a short root: the groups' prefixes swallow the root's single page.
+def test_a_node_that_is_not_worth_sharing_is_merged_into_its_children() -> None:
+    # Two groups of 8 requests share one page at the root. Each group's node takes over that page.
     prefixes = [("a", 8192)] * 8 + [("b", 8192)] * 8
     step = _step_of_prefixes(prefixes, PAGE)
     step.tables[:, 0] = step.tables[0, 0]
@@ -271,7 +273,7 @@ def test_a_node_that_is_not_worth_sharing_is_merged_down() -> None:
 
 @given(steps())
 def test_shared_nodes_save_more_than_they_cost(step: StepRows) -> None:
-    """A node costs something where it is a call of its own, as on a CPU."""
+    """A node has a cost if it needs a call of its own, as on a CPU."""
     shape = shape_of(1)
     tree = build_tree(step.tables, step.starts // PAGE)
     for pages in (0, 1, 3, 20):
@@ -295,7 +297,9 @@ def test_shared_nodes_save_more_than_they_cost(step: StepRows) -> None:
         (8, 1, [5]),
     ],
 )
-def test_fresh_pages_are_begun_and_not_filled(start: int, count: int, fresh: list[int]) -> None:
+def test_fresh_pages_are_pages_that_the_step_starts_and_does_not_fill(
+    start: int, count: int, fresh: list[int]
+) -> None:
     tables = np.array([[9, 9, 9, 9], [3, 4, 5, 0]], dtype=np.int32)
     step = StepRows(tables, np.array([2, start]), np.array([1, count]))
     assert step.fresh_pages(4).tolist() == fresh
@@ -308,7 +312,7 @@ def test_rows_know_their_request_and_their_position() -> None:
     assert step.positions.tolist() == [3, 4, 0, 7, 8, 9]
 
 
-def test_nothing_to_share_plans_as_if_sharing_were_off() -> None:
+def test_without_common_prefixes_the_plan_is_that_without_sharing() -> None:
     step = _step_of_prefixes([(str(i), 64) for i in range(5)], PAGE)
     shape = shape_of(2)
     on = plan_work(step, shape, FREE_SHARING, SMALL_SPLITS)
@@ -340,10 +344,10 @@ def test_the_planner_keeps_its_plan_while_contexts_only_grow(own: int) -> None:
 
 @example(_step([((), 40, 40)]), 4, replace(SMALL_SPLITS, num_sms=64), [60] * 9)
 @given(steps(), st.sampled_from([1, 4]), SPLITS, st.lists(st.integers(0, 63), min_size=9))
-def test_a_plan_that_is_kept_is_right_for_contexts_that_have_grown(
+def test_a_reused_plan_is_right_for_contexts_that_have_grown(
     step: StepRows, group: int, split: SplitConfig, growth: list[int]
 ) -> None:
-    """Also where several tokens of each are new, as with drafts."""
+    """Also if each context has several new tokens, as with drafts."""
     planner = WorkPlanner(shape_of(group), FREE_SHARING, split)
     count = len(step.starts)
     free = 1000 + np.arange(6 * count, dtype=np.int32).reshape(count, 6)
@@ -365,7 +369,7 @@ def test_a_plan_that_is_kept_is_right_for_contexts_that_have_grown(
             token += 1
 
 
-def test_steps_with_drafts_and_without_take_turns_without_new_plans() -> None:
+def test_alternating_steps_with_and_without_drafts_reuse_their_plans() -> None:
     planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS)
     step = shared_step(4, 64)
     step = replace(step, tables=np.pad(step.tables, ((0, 0), (0, 64))))
@@ -377,7 +381,7 @@ def test_steps_with_drafts_and_without_take_turns_without_new_plans() -> None:
             assert planner.plan([1, 2, 3, 4], grown) is first
 
 
-def test_the_planner_plans_anew_for_another_batch() -> None:
+def test_another_batch_needs_a_new_plan() -> None:
     planner = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS)
     step = shared_step(4, 64)
     first = planner.plan([1, 2, 3, 4], step)
@@ -388,7 +392,7 @@ def test_the_planner_plans_anew_for_another_batch() -> None:
     assert planner.plan([1, 2, 3, 5], restarted) is not plans[1]
 
 
-def test_items_name_the_rows_of_the_device_s_table() -> None:
+def test_items_use_the_rows_of_the_device_block_table() -> None:
     planner, step = WorkPlanner(shape_of(2), FREE_SHARING, SMALL_SPLITS), shared_step(3, 64)
     own = plan_work(step, shape_of(2), FREE_SHARING, SMALL_SPLITS)
     rows = np.array([5, 9, 2], dtype=np.int32)

@@ -1,11 +1,12 @@
-"""Does everything that a schema's grammar lets through fit the schema?
+"""Check that every output that a schema's grammar allows is valid for the schema.
 
     python -m tests.engine.grammar.check_schemas --count 1000
     python -m tests.engine.grammar.check_schemas --suite JSON-Schema-Test-Suite/tests/draft2020-12
     python -m tests.engine.grammar.check_schemas --count 1000 --device cuda
 
-Random schemas: outputs of random allowed tokens, or those of the embedded model on `--device`.
-`--suite`: the schemas and values of the JSON schema test suite. jsonschema is the judge."""
+With random schemas, the outputs are random allowed tokens, or outputs of the embedded model on
+`--device`. With `--suite`, schemas and values come from the JSON Schema Test Suite. The package
+jsonschema validates the outputs."""
 
 import argparse
 import asyncio
@@ -34,8 +35,8 @@ from tests.support.random_schemas import Json, Schemas
 PROMPTS = ["Answer in JSON: ", "Once upon a time", "}]\"'{", "List ten things. ", "数字: "]
 
 
-def judge(schema: Json, text: str) -> str | None:
-    """Why the text does not fit the schema; None if it does."""
+def validation_error(schema: Json, text: str) -> str | None:
+    """The reason why the text is not valid for the schema, or None if it is valid."""
     validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     try:
         value = json.loads(text)
@@ -46,7 +47,8 @@ def judge(schema: Json, text: str) -> str | None:
 
 
 def check_random(count: int, seed: int) -> Counter[str]:
-    """Until `count` schemas had an output that ended. Raises `AssertionError` for a wrong one."""
+    """Check random schemas until `count` of them had a finished output. Raises `AssertionError` for
+    an invalid output."""
     schemas, counts = Schemas(seed), Counter[str]()
     while counts["valid"] < count:
         schema = schemas.draw()
@@ -57,14 +59,14 @@ def check_random(count: int, seed: int) -> Counter[str]:
             continue
         ended = [text for text in texts if text is not None]
         for text in ended:
-            assert (reason := judge(schema, text)) is None, reason
+            assert (reason := validation_error(schema, text)) is None, reason
         counts["valid" if ended else "endless"] += 1
         counts["outputs"] += len(ended)
     return counts
 
 
 async def check_model(count: int, seed: int, device: str) -> Counter[str]:
-    """One output of the embedded model for each of `count` schemas, 32 at a time."""
+    """Check one output of the embedded model for each of `count` schemas, 32 at a time."""
     service = create_service(BuiltinConfig(model="embedded", device=device))
     await service.start()
     schemas, counts, at_once = Schemas(seed), Counter[str](), asyncio.Semaphore(32)
@@ -87,7 +89,7 @@ async def check_model(count: int, seed: int, device: str) -> Counter[str]:
         if answer.finish_reason is not FinishReason.STOP:
             counts["cut"] += 1
             return
-        assert (reason := judge(schema, answer.generated_text)) is None, reason
+        assert (reason := validation_error(schema, answer.generated_text)) is None, reason
         counts["valid"] += 1
 
     await asyncio.gather(*(ask(number, schemas.draw()) for number in range(1, count + 1)))
@@ -96,7 +98,8 @@ async def check_model(count: int, seed: int, device: str) -> Counter[str]:
 
 
 def check_suite(folder: Path) -> Counter[str]:
-    """Values that must not fit do not; some that might are not written (numbers as 1.0, say)."""
+    """Check that the grammars reject all invalid values. They may reject valid values in a form
+    that they never write, such as 1.0 for an integer."""
     counts = Counter[str]()
     for path in sorted(folder.rglob("*.json")):
         for case in json.loads(path.read_text()):
@@ -127,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**32))
-    parser.add_argument("--device", help="where the embedded model runs; none: random tokens")
+    parser.add_argument("--device", help="device of the embedded model; without it, random tokens")
     parser.add_argument("--suite", type=Path)
     args = parser.parse_args()
     if args.suite is not None:

@@ -1,4 +1,4 @@
-"""The grammars of tool calls, followed by the engine and read by the parsers of answers."""
+"""Grammars of tool calls. The engine follows them, and the parsers of answers read the outputs."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def constraint_of(family: Family | CallMarkup, rules: CallRules, schema: Any = N
 
 
 def accepts(constraint: Constraint, text: str) -> bool:
-    """Whether the whole text is an answer."""
+    """Whether the whole text is an allowed answer."""
     place = 0
     for place, token in enumerate([*TOKENIZER.encode(text).ids, EOS]):
         if constraint.is_complete and token == EOS:
@@ -105,7 +105,7 @@ def test_an_answer_that_must_call(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
-def test_an_answer_that_may_call_what_is_strict(family: Family) -> None:
+def test_an_answer_that_may_call_strict_tools(family: Family) -> None:
     rules = CallRules([LOOK, NO_PARAMETERS], must_call=False, may_call_many=True)
     call = text_of(family, ("look", '{"at": "süß 😀"}'))
     for text in ("I see.", "a < b <tool", call):
@@ -133,7 +133,7 @@ def test_an_answer_that_is_a_call_or_json(family: Family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.marks[-1])
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_is_drawn_is_read_as_calls(family: Family, seed: int) -> None:
+def test_random_outputs_are_read_as_calls(family: Family, seed: int) -> None:
     rules = CallRules([LOOK], must_call=True, may_call_many=True)
     constraint, rng, ids = constraint_of(family, rules), random.Random(seed), []
     while not constraint.is_complete and len(ids) < 2000:
@@ -182,8 +182,8 @@ DESCRIBED_RULES = CallRules(
         ("I <tool_call> so", False),
     ],
 )
-def test_an_answer_of_a_model_that_is_told_of_tools(text: str, is_right: bool) -> None:
-    """A call has one form, in which the next prompt shows it, and only calls follow it."""
+def test_calls_of_a_model_whose_prompt_describes_the_tools(text: str, is_right: bool) -> None:
+    """A call has only the form in which the next prompt shows it, and only calls may follow it."""
     constraint = constraint_of(DESCRIBED, DESCRIBED_RULES)
     assert accepts(constraint, text) is is_right
 
@@ -221,7 +221,7 @@ FREE: dict[str, Any] = {
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_bounded_call_ends_within_the_limit(seed: int, *, strict: bool) -> None:
-    """Random tokens seldom close a string, like a model that repeats itself."""
+    """Random tokens seldom close a string, like the output of a model that repeats itself."""
     function = {"name": "save", "parameters": FREE, "strict": strict}
     rules = CallRules([function], must_call=True, may_call_many=False)
     grammar = call_grammar(DESCRIBED, rules, max_tokens=600)

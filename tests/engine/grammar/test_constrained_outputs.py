@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def service() -> AsyncIterator[EngineService]:
-    """In float32, in which an output does not depend on what else is in a step."""
+    """The service computes in float32, so an output does not depend on the other rows of a step."""
     config = BuiltinConfig(
         model="embedded",
         device="cpu",
@@ -36,7 +36,7 @@ async def service() -> AsyncIterator[EngineService]:
 
 
 class Asker:
-    """Asks for outputs, each on a context of its own."""
+    """Requests outputs, each with a new context."""
 
     num_contexts = 0
 
@@ -64,7 +64,7 @@ def ask(service: EngineService) -> Asker:
     return Asker(service)
 
 
-def obj(**properties: Any) -> dict[str, Any]:
+def object_schema(**properties: Any) -> dict[str, Any]:
     return {
         "type": "object",
         "properties": properties,
@@ -75,18 +75,20 @@ def obj(**properties: Any) -> dict[str, Any]:
 
 WORD = {"type": "string", "maxLength": 12}
 SCHEMAS: list[dict[str, Any]] = [
-    obj(name=WORD, age={"type": "integer", "minimum": 0, "maximum": 150}),
-    obj(ok={"type": "boolean"}),
-    obj(nothing={"type": "null"}),
-    obj(colour={"enum": ["red", "grün", "青", "🟦"]}),
-    obj(point=obj(x={"type": "integer", "minimum": 0, "maximum": 9}, y={"const": 3})),
+    object_schema(name=WORD, age={"type": "integer", "minimum": 0, "maximum": 150}),
+    object_schema(ok={"type": "boolean"}),
+    object_schema(nothing={"type": "null"}),
+    object_schema(colour={"enum": ["red", "grün", "青", "🟦"]}),
+    object_schema(
+        point=object_schema(x={"type": "integer", "minimum": 0, "maximum": 9}, y={"const": 3})
+    ),
     {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 99}, "maxItems": 3},
-    {"type": "array", "items": obj(k=WORD), "minItems": 1, "maxItems": 2},
+    {"type": "array", "items": object_schema(k=WORD), "minItems": 1, "maxItems": 2},
     {"anyOf": [{"const": "yes"}, {"const": "no"}]},
-    obj(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
-    {"$defs": {"leaf": {"enum": [1, 2]}}, **obj(leaf={"$ref": "#/$defs/leaf"})},
-    obj(when={"type": "string", "format": "date"}),
-    obj(price={"type": "number", "minimum": 1, "maximum": 2}),
+    object_schema(code={"type": "string", "pattern": "^[A-Z]{2}-[0-9]{3}$"}),
+    {"$defs": {"leaf": {"enum": [1, 2]}}, **object_schema(leaf={"$ref": "#/$defs/leaf"})},
+    object_schema(when={"type": "string", "format": "date"}),
+    object_schema(price={"type": "number", "minimum": 1, "maximum": 2}),
 ]
 
 
@@ -95,8 +97,8 @@ SAMPLINGS: list[dict[str, Any]] = [{}, {"temperature": 1.0, "seed": 3, "top_p": 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def described(service: EngineService) -> list[list[GenerateResponse]]:
-    """An answer for each schema and sampling. All at once: together they take few more steps than
-    the longest."""
+    """An answer for each schema and sampling. The requests run in parallel, which takes few more
+    steps than the longest output."""
     ask = Asker(service)
     prompt = "Describe a thing as JSON: "
     answers = iter(
@@ -139,8 +141,9 @@ async def test_choices_regex_and_grammar(ask: Asker) -> None:
     assert re.fullmatch(r"\d+\+\d+\+\d+", parsed.generated_text)
 
 
-async def test_beside_all_other_settings(ask: Asker) -> None:
-    """A bias cannot bring in what the grammar leaves out, and a stop string ends the text."""
+async def test_together_with_all_other_settings(ask: Asker) -> None:
+    """A logit bias cannot select a token that the grammar forbids, and a stop string ends the
+    output."""
     fields = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "logit_bias": {44: 100.0}}
     sampled, stopped, endless, cut = await asyncio.gather(
         ask("Number: ", regex="[0-9]{8}", temperature=0.8, top_k=5, seed=2, **fields),

@@ -1,4 +1,4 @@
-"""Grammars leave exactly the tokens that may come next, and hostile ones fail alone."""
+"""Grammars allow exactly the valid next tokens. A hostile grammar fails only its own request."""
 
 import asyncio
 import json
@@ -43,8 +43,8 @@ def constraint_of(compiler: GrammarCompiler = COMPILER, **fields: Any) -> Constr
 
 
 def random_text(constraint: Constraint, seed: int, limit: int = 400) -> str | None:
-    """An output of tokens drawn from those allowed, the ends of things preferred; None if it did
-    not end."""
+    """An output of random allowed tokens. Tokens that close a value are preferred. None if the
+    output reached the limit."""
     rng = random.Random(seed)
     ids: list[int] = []
     while not constraint.is_complete and len(ids) < limit:
@@ -59,7 +59,7 @@ def random_text(constraint: Constraint, seed: int, limit: int = 400) -> str | No
 
 
 def write(constraint: Constraint, text: str) -> int:
-    """Let the constraint take a text, and check that it allows it; returns its length."""
+    """Check that the constraint allows the text, and take its tokens. Returns their number."""
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
     for place, token in enumerate(ids):
         assert token in allowed(constraint, place), (text, place)
@@ -94,7 +94,7 @@ def test_an_output_may_end_only_where_it_is_complete() -> None:
     assert constraint.is_complete
 
 
-def test_without_the_tokenizers_eos_an_output_ends_where_nothing_else_can() -> None:
+def test_with_ignored_eos_an_output_ends_where_no_token_may_follow() -> None:
     constraint = constraint_of(regex="ab?", ignore_tokenizer_eos=True)
     place = write(constraint, "a")
     assert EOS not in allowed(constraint, place)
@@ -103,7 +103,7 @@ def test_without_the_tokenizers_eos_an_output_ends_where_nothing_else_can() -> N
     assert constraint.is_complete
 
 
-def test_a_place_is_taken_once() -> None:
+def test_a_position_is_taken_once() -> None:
     constraint = constraint_of(regex="[ab]{3}")
     a, b = (TOKENIZER.encode(letter).ids[0] for letter in "ab")
     assert allowed(constraint, 1, before=a) == sorted([a, b])
@@ -115,7 +115,7 @@ def test_a_place_is_taken_once() -> None:
     assert constraint.is_complete
 
 
-def test_a_token_that_cannot_stand_there_is_an_error_from_then_on() -> None:
+def test_a_forbidden_token_is_an_error_at_every_later_call() -> None:
     constraint = constraint_of(regex="[ab]{3}")
     wrong = TOKENIZER.encode("c").ids[0]
     assert not constraint.is_masked(1, before=wrong)
@@ -125,7 +125,7 @@ def test_a_token_that_cannot_stand_there_is_an_error_from_then_on() -> None:
         assert caught.value.param == "regex"
 
 
-def test_masks_of_a_batch_are_those_of_each() -> None:
+def test_masks_of_a_batch_equal_those_of_each_output() -> None:
     wanted = [{"regex": "[ab]{3}"}, {"json_schema": PERSON}, {"choices": ["x", "yz"]}] * 4
     alone = [allowed(constraint_of(**fields), 0) for fields in wanted]
     batch = [
@@ -134,8 +134,8 @@ def test_masks_of_a_batch_are_those_of_each() -> None:
     assert allowed_together(batch) == alone
 
 
-def test_the_engine_asks_while_masks_are_computed() -> None:
-    """A token that was taken, and whether the output is complete, need no matcher."""
+def test_constraints_can_be_read_while_masks_are_computed() -> None:
+    """Taking the same token again and reading `is_complete` need no matcher."""
     batch = [constraint_of(regex="([a-z]+ ){1000}") for _ in range(32)]
     a = TOKENIZER.encode("a").ids[0]
     for constraint in batch:
@@ -163,7 +163,7 @@ def test_the_engine_asks_while_masks_are_computed() -> None:
     assert not failures
 
 
-def test_an_output_goes_on_behind_what_was_delivered() -> None:
+def test_an_output_continues_after_the_delivered_tokens() -> None:
     sampling = SamplingConfig(json_schema=PERSON)
     ids = TOKENIZER.encode('{"name": "Zo').ids
     constraint = asyncio.run(COMPILER.constraint(sampling, ids))
@@ -173,8 +173,8 @@ def test_an_output_goes_on_behind_what_was_delivered() -> None:
         asyncio.run(COMPILER.constraint(sampling, TOKENIZER.encode("[").ids))
 
 
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """Whether a value is one of those that the schemas below describe."""
+def is_valid(value: Any, schema: dict[str, Any]) -> bool:
+    """Whether the value is valid for a schema of the kinds below."""
     match schema:
         case {"enum": options}:
             return value in options
@@ -182,12 +182,14 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
             return (
                 isinstance(value, dict)
                 and set(schema["required"]) <= value.keys() <= properties.keys()
-                and all(fits(value[name], properties[name]) for name in value)
+                and all(is_valid(value[name], properties[name]) for name in value)
             )
         case {"type": "array"}:
-            return isinstance(value, list) and all(fits(item, schema["items"]) for item in value)
+            return isinstance(value, list) and all(
+                is_valid(item, schema["items"]) for item in value
+            )
         case {"anyOf": options}:
-            return any(fits(value, option) for option in options)
+            return any(is_valid(value, option) for option in options)
     kinds = {"string": str, "integer": int, "boolean": bool, "null": type(None)}
     return isinstance(value, kinds[schema["type"]])
 
@@ -225,10 +227,10 @@ schemas = st.recursive(
 
 @given(schemas, st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
-def test_whatever_is_drawn_fits_its_schema(schema: dict[str, Any], seed: int) -> None:
+def test_random_outputs_are_valid_for_their_schema(schema: dict[str, Any], seed: int) -> None:
     text = random_text(constraint_of(json_schema=schema), seed)
     if text is not None:
-        assert fits(json.loads(text), schema), (text, schema)
+        assert is_valid(json.loads(text), schema), (text, schema)
 
 
 @given(st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=5), st.integers(0, 99))
@@ -274,8 +276,8 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
-def bomb(keyword: str) -> dict[str, Any]:
-    """8 ** 12 references to one schema."""
+def exponential_schema(keyword: str) -> dict[str, Any]:
+    """A schema with 8 ** 12 references to one definition."""
     steps = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 8} for i in range(12)}
     return {"$defs": {**steps, "a12": {"type": "string"}}, "$ref": "#/$defs/a0"}
 
@@ -283,7 +285,7 @@ def bomb(keyword: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "fields", [*HOSTILE, {"json_schema": nested(64)}], ids=lambda f: next(iter(f))
 )
-def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) -> None:
+def test_invalid_and_too_large_grammars_are_refused_by_field(fields: dict[str, Any]) -> None:
     began = time.process_time()
     with pytest.raises(InvalidRequest) as caught:
         constraint_of(**fields)
@@ -305,13 +307,13 @@ def test_what_is_wrong_or_too_much_is_refused_by_name(fields: dict[str, Any]) ->
         {"json_schema": {"type": "array", "minItems": 10**9}},
         {"json_schema": {"enum": [f"value {i}" for i in range(4000)]}},
         {"json_schema": {"properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}},
-        {"json_schema": bomb("anyOf")},
-        {"json_schema": bomb("allOf")},
+        {"json_schema": exponential_schema("anyOf")},
+        {"json_schema": exponential_schema("allOf")},
         {"json_schema": {"type": "integer", "multipleOf": 99991, "minimum": 7, "maximum": 10**15}},
         {"grammar": 'start: start start | "a" | ""'},
     ],
 )
-def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]) -> None:
+def test_expensive_grammars_are_followed_or_refused_in_time(fields: dict[str, Any]) -> None:
     try:
         constraint = constraint_of(**fields)
     except InvalidRequest as error:
@@ -329,7 +331,7 @@ def test_what_is_only_ugly_is_followed_or_refused_in_time(fields: dict[str, Any]
             return
 
 
-def test_so_many_lexers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_lexers_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.engine.grammar.compiler._MAX_LEXERS", 8)
     compiler = make_compiler()
     made: list[str] = []
@@ -353,7 +355,7 @@ def test_so_many_lexers_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def failure_of(constraint: Constraint, seed: int) -> InvalidRequest | None:
-    """What ends a text of random letters that has no end."""
+    """The error that ends an output of random letters under a grammar without an end."""
     rng, letters = random.Random(seed), [TOKENIZER.encode(letter).ids[0] for letter in "abcxyz"]
     for place in range(20_000):
         tokens = set(allowed(constraint, place) or ())
@@ -365,7 +367,7 @@ def failure_of(constraint: Constraint, seed: int) -> InvalidRequest | None:
 
 
 def test_an_output_whose_lexer_grows_without_end_fails() -> None:
-    """With an error that names the field; others are not harmed by it."""
+    """The error names the field, and other outputs are not affected."""
     pattern = "[a-z]*a[a-z]{40}!|[a-z]*x[a-z]{45}!"
     first, second = (constraint_of(regex=pattern) for _ in range(2))
     for constraint in (first, second):
@@ -387,16 +389,16 @@ def test_an_output_whose_lexer_grows_without_end_fails() -> None:
     ],
 )
 def test_an_ambiguous_grammar_fails_before_it_is_slow(grammar: str) -> None:
-    """By the number of its parser's items, of which a step looks at pairs."""
+    """A step looks at pairs of the parser's items, so their number is limited."""
     constraint = constraint_of(grammar=f"start: s\n{grammar}")
-    beside = constraint_of(grammar='start: ("a" | "b")*')
+    other = constraint_of(grammar='start: ("a" | "b")*')
     (letter,) = TOKENIZER.encode("a").ids
 
     def follow() -> None:
         for place in range(260):
-            _, others = allowed_together([constraint, beside])
+            _, others = allowed_together([constraint, other])
             assert letter in others
-            beside.take(place, letter)
+            other.take(place, letter)
             constraint.take(place, letter)
 
     with pytest.raises(InvalidRequest, match=r"cannot be followed: .* items.*500") as caught:
@@ -404,7 +406,7 @@ def test_an_ambiguous_grammar_fails_before_it_is_slow(grammar: str) -> None:
     assert caught.value.param == "grammar"
 
 
-def test_long_texts_and_large_grammars_that_are_not_ambiguous_are_followed() -> None:
+def test_long_outputs_and_large_unambiguous_grammars_are_followed() -> None:
     (letter, comma) = TOKENIZER.encode("a,").ids
     several = constraint_of(grammar='start: list\nlist: list "," item | item\nitem: "a" | "b"')
     words = " | ".join(f'"word {i}"' for i in range(400))
@@ -422,7 +424,7 @@ def test_long_texts_and_large_grammars_that_are_not_ambiguous_are_followed() -> 
 
 
 def counted_lexers(compiler: GrammarCompiler) -> list[int]:
-    """Of each remembered grammar, how many outputs use each of its lexers."""
+    """For each lexer of the cached grammars, the number of outputs that use the lexer."""
     grammars = [compiler._cache.peek(key) for key in compiler._cache]
     return sorted(len(lexer.users) for g in grammars if g is not None for lexer in g.lexers)
 
@@ -446,11 +448,12 @@ def test_outputs_at_the_same_time_share_a_lexer_only_if_there_are_more_than_thre
         return await asyncio.gather(*(compiler.constraint(sampling) for _ in range(5)))
 
     cold = asyncio.run(together())
-    assert counted_lexers(compiler) == [0, 0, 1, 1, 1, 1]  # two have one that is not remembered
+    # Two of the outputs have a lexer that is not cached.
+    assert counted_lexers(compiler) == [0, 0, 1, 1, 1, 1]
     assert len(cold) == 5
 
 
-def test_masks_of_one_lexer_are_computed_by_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_one_lexer_are_computed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.engine.grammar.compiler._QUICK_S", 60.0)
     compiler = GrammarCompiler(COMPILER._tokenizer, COMPILER._vocabulary.eos, mask_threads=3)
     texts = ["[ab]{3}", "[cd]{3}"] * 6
@@ -472,7 +475,7 @@ def test_masks_of_one_lexer_are_computed_by_neighbours(monkeypatch: pytest.Monke
     assert batch[12]._lexer_id == batch[0]._lexer_id
 
 
-def test_what_compiles_slowly_is_shared_and_nobody_waits_for_busy_threads(
+def test_slow_lexers_are_shared_and_outputs_do_not_wait_for_busy_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compiler = GrammarCompiler(COMPILER._tokenizer, COMPILER._vocabulary.eos, mask_threads=3)
@@ -490,7 +493,7 @@ def test_what_compiles_slowly_is_shared_and_nobody_waits_for_busy_threads(
     assert counted_lexers(compiler) == [4]
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_others_are_told_to_wait(
+def test_a_slow_grammar_is_refused_and_others_must_retry_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tokenizer, eos = COMPILER._tokenizer, COMPILER._vocabulary.eos
@@ -527,7 +530,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_others_are_told_to_wait(
     compiler.close()
 
 
-def test_a_tokenizer_without_an_end_ends_where_nothing_can_follow() -> None:
+def test_without_an_eos_token_an_output_ends_where_no_token_may_follow() -> None:
     compiler = GrammarCompiler.of(plain_byte_tokenizer(259), 259)
     assert compiler is not None
     constraint = constraint_of(compiler, regex="é")

@@ -1,4 +1,5 @@
-"""Schemas are kept exactly, or refused by the name of the keyword that cannot be."""
+"""Schemas are enforced exactly. A schema with an unsupported keyword is refused, and the error
+names the keyword."""
 
 import json
 from typing import Any
@@ -22,8 +23,8 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
     return constraint.is_complete or not {*eos}.isdisjoint(allowed(constraint, len(ids)) or ())
 
 
-def test_spaces_between_tokens_are_bounded() -> None:
-    """A model that wavers must not go on with them as long as its answer may be."""
+def test_whitespace_between_tokens_is_limited() -> None:
+    """Otherwise, a model that repeats whitespace could fill its whole answer with it."""
     schema = {"type": "object", "properties": {"a": {"type": "array"}}}
     for text in ('{"a":[1,2]}', '{"a": [1, 2]}', '{\n  "a": [\r\n\t\t1\n  ]\n}'):
         assert accepts(schema, text), text
@@ -32,7 +33,7 @@ def test_spaces_between_tokens_are_bounded() -> None:
 
 
 def test_outputs_of_random_schemas_fit() -> None:
-    """A hundred of them; `check_schemas` checks thousands."""
+    """Checks 100 schemas. `check_schemas` checks thousands."""
     counts = check_random(100, seed=1)
     assert counts["valid"] == 100
     assert counts["outputs"] > 200
@@ -72,7 +73,7 @@ def test_outputs_of_random_schemas_fit() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else json.dumps(value),
 )
-def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], keyword: str) -> None:
+def test_unsupported_keywords_are_refused_by_name(schema: dict[str, Any], keyword: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         constraint_of(json_schema=schema)
     assert caught.value.param == "json_schema"
@@ -130,7 +131,9 @@ def test_what_cannot_be_kept_is_refused_by_name(schema: dict[str, Any], keyword:
     ],
     ids=lambda value: json.dumps(value)[:60],
 )
-def test_what_is_kept(schema: dict[str, Any], right: list[str], wrong: list[str]) -> None:
+def test_supported_schemas_are_enforced(
+    schema: dict[str, Any], right: list[str], wrong: list[str]
+) -> None:
     assert {text: accepts(schema, text) for text in [*right, *wrong]} == (
         dict.fromkeys(right, True) | dict.fromkeys(wrong, False)
     )

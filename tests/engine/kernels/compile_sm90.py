@@ -1,7 +1,9 @@
-"""Compile kernels for sm_90 without a GPU and report what ptxas made of them, as JSON lines.
+"""Compile kernels for sm_90 without a GPU and report the resources that ptxas assigned, as JSON
+lines.
 
-Run as a program, in a process where TRITON_INTERPRET is not set. One line per variant: registers,
-spilled bytes, shared memory, and whether the warp-group matrix instruction is there."""
+Run this module as a program, in a process without TRITON_INTERPRET. It prints one line for each
+variant: registers, spilled bytes, shared memory, and whether the kernel uses the warp-group matrix
+instruction."""
 
 import json
 import re
@@ -28,11 +30,11 @@ def compile_kernel(
     num_stages: int = 3,
     max_registers: int | None = None,
 ) -> dict[str, Any]:
-    """`types` maps run-time arguments to Triton types; `divisible` names those known to be
+    """`types` maps run-time arguments to Triton types. `divisible` names the arguments that are
     multiples of 16 (aligned pointers and strides)."""
     names = kernel.arg_names
     signature = {name: types.get(name, "constexpr") for name in names}
-    # In order: Triton finds what it has compiled in an earlier process by what it is told, as text.
+    # Sort the attributes: their text is a part of the key in Triton's cache of compiled kernels.
     indices = sorted(map(names.index, divisible))
     attributes = {(index,): [["tt.divisibility", 16]] for index in indices}
     compiled = triton.compile(

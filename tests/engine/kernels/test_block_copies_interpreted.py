@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("words", [8, 24, 1500])
-def test_blocks_go_out_and_come_back(words: int) -> None:
+def test_gathered_blocks_are_scattered_to_other_blocks(words: int) -> None:
     pool = torch.randint(0, 2**62, (4, 9, words))
     before = pool.clone()
     wide = torch.zeros((3, 4 * words + 16), dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""Products with weights in e4m3 in Triton's interpreter, against float64 of the same numbers."""
+"""Products with weights in e4m3, in Triton's interpreter, against float64 products of the same
+numbers."""
 
 from collections.abc import Callable
 
@@ -35,19 +36,19 @@ pytestmark = pytest.mark.skipif(
 
 
 def numbers_of(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to e4m3 with a power of two per row, float64."""
+    """x rounded to e4m3 with a power of two per row, in float64."""
     codes, powers = row_codes(x)
     return codes.double() * powers.double()
 
 
 def matrix(outputs: int, inputs: int, generator: torch.Generator) -> Fp8Matrix:
-    """Random weights whose factors are no powers of two."""
+    """Random weights whose scales are not powers of two."""
     found = Fp8Matrix.of(torch.randn(outputs, inputs, generator=generator) * inputs**-0.5)
     return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, generator=generator) + 0.5))
 
 
 def blocks(outputs: int, inputs: int, generator: torch.Generator) -> Fp8Matrix:
-    """Random weights with a factor for each block of 128 x 128."""
+    """Random weights with a scale for each block of 128 x 128."""
     found = matrix(outputs, inputs, generator)
     factors = torch.rand(outputs // 128, inputs // 128, generator=generator) + 0.5
     return Fp8Matrix(found.codes, factors * inputs**-0.5 / 100)
@@ -68,7 +69,7 @@ def test_rows_are_rounded_to_the_same_bits_as_in_torch() -> None:
     [
         *((rows, 8, 64, rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
         *((rows, 21, 1500, rows % 2 == 0, False) for rows in (1, 2, 17, FEW_ROWS)),
-        (17, 4100, 40, False, True),  # wide tiles
+        (17, 4100, 40, False, True),  # Wide tiles.
         (FEW_ROWS, 4100, 40, False, False),
         *((FEW_E4M3_ROWS, 21, 300, silu, silu) for silu in (False, True)),
         (3, 4100, 300, True, True),
@@ -115,7 +116,8 @@ def test_products_with_factors_of_blocks(num_rows: int, num_out: int, silu: bool
 
 @pytest.mark.parametrize("silu", [False, True])
 def test_a_single_row_may_be_in_e4m3_already(silu: bool) -> None:
-    """A product of more inputs than a single row supports rounds the row for the next product."""
+    """For such a row, the kernel does not round again. The output is the same as for a plain
+    row."""
     generator = torch.Generator().manual_seed(2)
     weight, x = matrix(64, 96, generator), 1000 * torch.randn(1, 96, generator=generator)
     found, expected = torch.full((2, 1, 32 if silu else 64), float("nan"))
@@ -125,7 +127,7 @@ def test_a_single_row_may_be_in_e4m3_already(silu: bool) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None:
+def test_parts_of_a_product_use_the_powers_of_whole_rows(num_rows: int) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, x = matrix(64, 4096, generator), torch.randn(num_rows, 4096, generator=generator)
     x[:, 3000] *= 100
@@ -139,7 +141,7 @@ def test_parts_of_a_product_have_the_powers_of_whole_rows(num_rows: int) -> None
 @pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("make", [matrix, blocks])
 def test_a_layer_of_products(num_rows: int, is_last: bool, make: Callable[..., Fp8Matrix]) -> None:
-    """The kernels between products round the rows."""
+    """The kernels between products round the rows to e4m3."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden, inner = 128 if make is blocks else 96, 1024
     assert Product(20, hidden, inner, torch.float8_e4m3fn).num_splits == 2
@@ -169,10 +171,8 @@ def test_a_layer_of_products(num_rows: int, is_last: bool, make: Callable[..., F
 
 @pytest.mark.parametrize("num_rows", [1, 20, FEW_ROWS + 1, FEW_E4M3_ROWS + 1])
 @pytest.mark.parametrize("in_e4m3", [(False, True, True), (True, False, True), (True, True, False)])
-def test_weights_of_both_types_beside_each_other(
-    num_rows: int, in_e4m3: tuple[bool, bool, bool]
-) -> None:
-    """Checkpoints in e4m3 may have other matrices, too."""
+def test_layers_with_weights_of_both_types(num_rows: int, in_e4m3: tuple[bool, bool, bool]) -> None:
+    """Checkpoints in e4m3 may also have matrices of other types."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden, inner = 96, 200
     shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
@@ -192,11 +192,11 @@ def test_weights_of_both_types_beside_each_other(
     total = before + (F.silu(gate) * up) @ numbers[1].double().T
     expected = rms_norm_reference(total.float(), gain, 1e-5) @ numbers[2].double().T
     error = (last - expected).norm() / expected.norm()
-    assert float(error) < 0.08, "more than the rounding of the weights and the rows"
+    assert float(error) < 0.08, "the error exceeds the rounding of weights and rows"
 
 
 def _numbers(x: Rows) -> torch.Tensor:
-    """The numbers that the next product computes with, float64."""
+    """The numbers that the next product reads, in float64."""
     if isinstance(x, CodedRows):
         return x.codes.double() * x.powers.double()
     return numbers_of(rows_of(x))
@@ -247,5 +247,5 @@ def test_products_with_few_programs_are_split() -> None:
 
     assert splits(8, 4096, 14336) == 2
     assert splits(8, 6208, 14336) == 1, "there are enough programs"
-    assert splits(8, 4096, 4096 + 128) == 1, "parts would not be even"
+    assert splits(8, 4096, 4096 + 128) == 1, "the parts would differ in size"
     assert splits(1, 4096, 14336) == 1, "programs have whole rows of weights"

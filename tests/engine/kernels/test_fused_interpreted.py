@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-FEW_ROWS_SHAPES = [(8, 64), (21, 1500), (16, 2048)]  # outputs, inputs
+FEW_ROWS_SHAPES = [(8, 64), (21, 1500), (16, 2048)]  # Each pair is (outputs, inputs).
 
 
 @pytest.mark.parametrize("size", [64, 576, 1000])
@@ -81,7 +81,7 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool, ke
         rope_reference(t[live], positions[live], cos_sin) for t in (q_in, k_in)
     )
     assert relative_error(q[live], expected_q) < 1e-6
-    assert torch.equal(qkv[4], before[4])  # the skipped token
+    assert torch.equal(qkv[4], before[4])  # Token 4 is skipped.
     assert torch.equal(new.v, v_in.float())
     if keep_k:
         assert relative_error(new.k[live], expected_k) < 1e-6
@@ -101,14 +101,14 @@ def test_rope_and_store(heads: int, kv_heads: int, dim: int, with_norm: bool, ke
 @pytest.mark.parametrize("with_norm", [False, True])
 @pytest.mark.parametrize("keep_k", [False, True])
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
-def test_a_quantised_cache_gets_the_bits_that_torch_would_write(
+def test_a_quantised_cache_gets_the_same_bits_as_from_torch(
     heads: int, kv_heads: int, dim: int, with_norm: bool, keep_k: bool
 ) -> None:
     page, tokens = 16, 6
     shape = AttentionShape(heads, kv_heads, dim, page, 1)
     generator = torch.Generator().manual_seed(heads)
     qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=generator)
-    qkv *= torch.logspace(-12, 12, tokens)[:, None, None]  # a scale for each token
+    qkv *= torch.logspace(-12, 12, tokens)[:, None, None]  # Each token has a different scale.
     qkv[3, -1] = 0.0
     qkv[5, heads, 7] = float("nan")
     qkv[5, -1, 3] = float("inf")
@@ -159,7 +159,7 @@ def test_silu_mul(size: int, gelu: bool) -> None:
         *((rows, *FEW_ROWS_SHAPES[0], rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
         *((rows, *FEW_ROWS_SHAPES[1], rows % 2 == 0, False) for rows in (1, 2, 17, 33, FEW_ROWS)),
         *((rows, *FEW_ROWS_SHAPES[2], rows > 16, rows % 2 == 1) for rows in (1, 17, FEW_ROWS)),
-        (2, 4100, 140, False, True),  # wide tiles
+        (2, 4100, 140, False, True),  # Wide tiles.
         (17, 4100, 40, True, False),
         (FEW_ROWS, 4100, 40, False, False),
         (FEW_ROWS, 4100, 40, True, True),
@@ -185,7 +185,7 @@ def test_few_rows_linear(
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
-def test_parts_of_a_product_sum_up_to_it(num_rows: int) -> None:
+def test_the_parts_of_a_product_sum_up_to_the_product(num_rows: int) -> None:
     x, weight = torch.randn(num_rows, 4096), torch.randn(64, 4096)
     parts = torch.full((2, num_rows, 64), float("nan"))
     few_rows_linear(x, weight, parts)
@@ -200,7 +200,7 @@ def test_products_of_few_programs_are_split() -> None:
 
     assert splits(8, 4096, 7168) == 2
     assert splits(8, 8192, 7168) == 1, "there are enough programs"
-    assert splits(8, 4096, 7168 + 128) == 1, "parts would not be even"
+    assert splits(8, 4096, 7168 + 128) == 1, "the parts would differ in size"
     assert splits(1, 4096, 7168) == 1, "programs have whole rows of weights"
 
 
@@ -211,13 +211,13 @@ def test_products_of_few_programs_are_split() -> None:
         (1, 64, 16384, True),
         (1, 64, 16385, False),
         (2, 1024, 4096, True),
-        (2, 2048, 4096, False),  # worth the matrix unit
+        (2, 2048, 4096, False),  # Here the matrix unit is faster.
         (2, 64, 4096, True),
-        (2, 64, 4097, False),  # their weights would be spilled
+        (2, 64, 4097, False),  # The weights would not fit the registers.
         (3, 64, 64, False),
     ],
 )
-def test_few_and_short_rows_do_without_the_matrix_unit(
+def test_few_and_short_rows_do_not_use_the_matrix_unit(
     rows: int, outputs: int, inputs: int, is_row: bool
 ) -> None:
     assert Product(rows, outputs, inputs, torch.bfloat16).is_row is is_row
@@ -248,7 +248,8 @@ def test_tiles_fit_a_multiprocessor(dtype: torch.dtype, silu: bool) -> None:
 def test_products_that_add_and_norm(
     num_rows: int, inner: int, size: int, silu: bool, with_bias: bool
 ) -> None:
-    """One product adds to the residual stream, and the next one reads that normed."""
+    """The first product adds its output to the residual stream. The second product reads the
+    normalized sum."""
     generator = torch.Generator().manual_seed(size)
     sizes = ((num_rows, inner), (size, inner), (num_rows, size), (size,), (size,))
     x, weight, residual, gain, bias = (torch.randn(n, generator=generator) for n in sizes)
@@ -274,12 +275,12 @@ def test_products_that_add_and_norm(
     [
         *((3, 1, 64, rows, rows % 2 == 0) for rows in (1, 2, 5, 20, 50)),
         *((2, 2, 16, rows, rows % 2 == 1) for rows in (1, 5, 20, 50)),
-        (30, 2, 128, 20, True),  # wide tiles
+        (30, 2, 128, 20, True),  # Wide tiles.
         (30, 2, 128, 50, False),
     ],
 )
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivided: bool) -> None:
-    """The kernel equals the product, the rotation and the write one after the other."""
+    """The kernel gives the result of the product, the rotation and the write in sequence."""
     page, size = 16, 40
     shape = AttentionShape(heads, kv_heads, dim, page)
     generator = torch.Generator().manual_seed(heads)
@@ -289,7 +290,7 @@ def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, num_rows: int, undivi
     squares = torch.rand(num_rows, 3, generator=generator) + 0.1
     positions = torch.randint(40, (num_rows,), generator=generator).to(torch.int32)
     table_rows = (torch.arange(num_rows) % 4).to(torch.int32)
-    table_rows[-1] = -1 if num_rows > 1 else 2  # padding
+    table_rows[-1] = -1 if num_rows > 1 else 2  # Padding.
     tables = torch.randperm(12, generator=generator).view(4, 3).to(torch.int32)
     angles = torch.outer(torch.arange(64.0), 10000.0 ** -(torch.arange(0, dim, 2) / dim))
     cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)

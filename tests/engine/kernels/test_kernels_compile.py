@@ -1,4 +1,4 @@
-"""Kernels compiled for sm_90, without a GPU: registers, spills, shared memory, instructions."""
+"""Kernels compiled for sm_90 without a GPU: registers, spills, shared memory, instructions."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"
 )
 
-Reports = dict[str, dict[str, Any]]  # by name of the variant
+Reports = dict[str, dict[str, Any]]  # The key is the name of the variant.
 
 MAX_SHARED_BYTES = 227 * 1024
 MAX_SPILLED_BYTES = 16  # Triton 3.8 spills four registers of one variant.
@@ -147,7 +147,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def reports() -> Reports:
-    """From another process: in this one the kernels may belong to the interpreter."""
+    """Reports of all variants. They come from another process, because kernels in this process may
+    be interpreted."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     script = Path(__file__).with_name("compile_sm90.py")
     command = [sys.executable, str(script), *map(json.dumps, VARIANTS.values())]
@@ -170,7 +171,7 @@ def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str, reports: Re
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "one row" in name])
-def test_while_a_program_of_one_row_sums_another_fetches(name: str, reports: Reports) -> None:
+def test_two_programs_of_one_row_fit_a_multiprocessor(name: str, reports: Reports) -> None:
     report = reports[name]
     assert 65536 // (report["registers"] * 32 * VARIANTS[name].get("warps", 8)) >= 2, report
 

@@ -1,4 +1,5 @@
-"""The noise is Gumbel's, and the tokens it chooses have the probabilities of the softmax."""
+"""The noise has Gumbel's distribution, so the chosen tokens have the probabilities of the
+softmax."""
 
 import math
 from itertools import pairwise
@@ -19,7 +20,7 @@ def noise(seed: int, position: int, num_tokens: int) -> torch.Tensor:
 
 
 def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
-    """Number of standard deviations by which the statistic exceeds its expectation."""
+    """The number of standard deviations by which the statistic exceeds its expectation."""
     keep = probs * counts.sum() >= 5
     expected = probs[keep] * counts.sum()
     statistic = float(((counts[keep] - expected) ** 2 / expected).sum())
@@ -27,15 +28,15 @@ def chi_square(counts: np.ndarray, probs: np.ndarray) -> float:
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-def test_the_distribution_is_gumbels() -> None:
+def test_the_noise_has_gumbels_distribution() -> None:
     values = noise(1, 2, 200_000).double().sort().values
     assert bool(values.isfinite().all())
     ideal = torch.arange(0.5, 200_000) / 200_000
     distance = ((-(-values).exp()).exp() - ideal).abs().max()
-    assert distance < 1.6 / math.sqrt(200_000)  # Kolmogorov and Smirnov, at 1 %
+    assert distance < 1.6 / math.sqrt(200_000)  # The Kolmogorov-Smirnov test at 1%.
 
 
-def test_neighbouring_seeds_positions_and_tokens_have_nothing_in_common() -> None:
+def test_neighbouring_seeds_positions_and_tokens_are_independent() -> None:
     rows = [noise(5, 7, 50_000), noise(6, 7, 50_000), noise(5, 8, 50_000), noise(5, 9, 50_000)]
     table = torch.stack([*rows, noise(5, 7, 50_001)[1:]]).double().numpy()
     others = np.corrcoef(table) - np.eye(5)
@@ -72,8 +73,7 @@ CASES: list[dict[str, Any]] = [
 
 
 def exact_probabilities(logits: np.ndarray, config: ResolvedSampling) -> np.ndarray:
-    """Probabilities by the definitions, in float64, one token after the other, for distinct
-    logits."""
+    """The probabilities by definition, in float64, for distinct logits."""
     weights = np.exp((logits - logits.max()) / config.temperature)
     order = np.argsort(-weights)
     kept = order[: config.top_k or len(order)]
@@ -99,7 +99,7 @@ def test_tokens_have_their_exact_probabilities(fields: dict[str, Any]) -> None:
     assert chi_square(counts, probs) < 4
 
 
-def test_a_sequence_of_positions_is_no_sequence_of_seeds() -> None:
+def test_a_sequence_of_positions_differs_from_a_sequence_of_seeds() -> None:
     config = ResolvedSampling()
     rows = torch.zeros(64, 1000)
     by_position = sample(rows.clone(), [SampleSpec(i, config, 0, i) for i in range(64)]).tokens

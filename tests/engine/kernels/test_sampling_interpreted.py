@@ -1,4 +1,4 @@
-"""The sampling kernels in Triton's interpreter choose the tokens of the CPU's sampler."""
+"""The sampling kernels in Triton's interpreter choose the same tokens as the CPU's sampler."""
 
 from typing import Any
 
@@ -44,33 +44,34 @@ def test_the_largest_logit(vocab_size: int) -> None:
     assert best_tokens(torch.zeros(2, vocab_size)).tolist() == [0, 0]
 
 
-class OneAfterAnother:
-    """`TokenShard`s of ranks that speak in order, so that the last hears what all say."""
+class SequentialShards:
+    """`TokenShard`s of ranks that run one after the other. The last rank receives the values of all
+    ranks."""
 
     def __init__(self, width: int, vocab_size: int) -> None:
         self._width, self._vocab_size = width, vocab_size
         self.first = self.count = 0
-        self._said: list[torch.Tensor] = []
+        self._sent: list[torch.Tensor] = []
 
-    def be(self, rank: int) -> None:
+    def select(self, rank: int) -> None:
         self.first = rank * self._width
         self.count = min(self._width, self._vocab_size - self.first)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        self._said.append(x)
-        return torch.cat(self._said, dim=1)
+        self._sent.append(x)
+        return torch.cat(self._sent, dim=1)
 
 
 def test_the_largest_logit_of_several_ranks() -> None:
-    """What is behind a rank's tokens is not looked at, and the first of equals is taken."""
+    """Values after a rank's last token are ignored, and ties go to the first token."""
     logits = normal(6, 9001).round()
     logits[2, 8999], logits[3, 17] = float("nan"), float("inf")
     want = best_tokens(logits).tolist()
     assert want[2] == want[3] == -1
-    shards = OneAfterAnother(5000, 9001)
+    shards = SequentialShards(5000, 9001)
     parts = (logits[:, :5000], torch.nn.functional.pad(logits[:, 5000:], (0, 999), value=99.0))
     for rank, part in enumerate(parts):
-        shards.be(rank)
+        shards.select(rank)
         found = best_tokens(part, shards)
     assert found.tolist() == want
 
@@ -88,7 +89,7 @@ def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_tokens_are_those_of_the_cpu(fields: dict[str, Any]) -> None:
+def test_drawn_tokens_equal_those_of_the_cpu(fields: dict[str, Any]) -> None:
     logits = normal(4, 4100)
     specs = specs_of([ResolvedSampling.model_validate(fields)] * 4)
     tokens = best_tokens(logits)
@@ -140,7 +141,7 @@ def test_rows_of_all_kinds_do_not_influence_each_other() -> None:
         assert alone[0] == together[row]
 
 
-def test_few_tokens_are_left_of_a_flat_row() -> None:
+def test_top_k_of_a_nearly_flat_row() -> None:
     logits = torch.linspace(0.0, 1e-3, 5000).repeat(4, 1)
     specs = specs_of([ResolvedSampling(top_k=3)] * 4)
     tokens = best_tokens(logits)
@@ -151,7 +152,7 @@ def test_few_tokens_are_left_of_a_flat_row() -> None:
 
 @pytest.mark.parametrize("length", [2, 30, 3000])
 def test_penalties_and_biases(length: int) -> None:
-    """Against float64; and a token that is still pending counts as if it were known."""
+    """The reference is float64. A pending token counts like a known token."""
     specs = penalized(4100, length)
     logits = normal(len(specs), 4100)
     newest = [spec.context_ids[-1] for spec in specs]
@@ -161,7 +162,7 @@ def test_penalties_and_biases(length: int) -> None:
     assert torch.equal(adjusted(logits, ahead, newest), got)
 
 
-def test_penalties_leave_other_rows_and_what_is_not_finite() -> None:
+def test_penalties_change_no_other_rows_and_keep_values_that_are_not_finite() -> None:
     specs = penalized(500, 60)[:7]
     logits = normal(9, 500)
     logits[1, 17], logits[3, 499], logits[4, 3] = float("nan"), float("inf"), float("-inf")
@@ -173,7 +174,7 @@ def test_penalties_leave_other_rows_and_what_is_not_finite() -> None:
     torch.testing.assert_close(got[sound].double(), want, rtol=1e-5, atol=1e-5)
 
 
-def test_penalized_tokens_are_those_of_the_cpu() -> None:
+def test_penalized_tokens_equal_those_of_the_cpu() -> None:
     specs = penalized(259, 40)
     logits = normal(len(specs), 259)
     want = sample(logits.clone(), specs).tokens

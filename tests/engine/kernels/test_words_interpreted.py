@@ -1,4 +1,5 @@
-"""Products with weights in codes in Triton's interpreter, against float64 of their numbers."""
+"""Products with coded weights in Triton's interpreter, against float64 products of their
+numbers."""
 
 import re
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def other_matrix(
     group: int = 32,
     has_least: bool = True,
 ) -> CodedMatrix:
-    """A matrix whose offsets are any numbers, or signed codes of eight bits without offsets."""
+    """A matrix of 4-bit or signed 8-bit codes, with any offsets or none."""
     limits = (0, 16) if bits == 4 else (-128, 128)
     kind = torch.uint8 if bits == 4 else torch.int8
     codes = torch.randint(*limits, (outputs, inputs), generator=generator).to(kind)
@@ -70,7 +71,7 @@ def other_matrix(
     return CodedMatrix(codes, scales.half().float(), least)
 
 
-# Bits, inputs of a group, and whether numbers have offsets: Q8_0, Q6_K, Q4_1, and a product of Q6_K
+# Each tuple is (bits, group size, has offsets). In order: Q8_0, Q6_K, Q4_1, and a product of Q6_K
 # and Q4_K.
 OTHERS = [(8, 32, False), (8, 16, False), (4, 32, True), (8, 16, True)]
 
@@ -85,7 +86,9 @@ OTHERS = [(8, 32, False), (8, 16, False), (4, 32, True), (8, 16, True)]
         (4, 16, True, 80),
     ],
 )
-def test_the_layout_keeps_other_codes(bits: int, group: int, has_least: bool, inputs: int) -> None:
+def test_the_layout_is_exact_for_other_codes(
+    bits: int, group: int, has_least: bool, inputs: int
+) -> None:
     generator = torch.Generator().manual_seed(group)
     whole = other_matrix(bits, 70, inputs, generator, group=group, has_least=has_least)
     words = words_of(whole)
@@ -99,10 +102,10 @@ def test_the_layout_keeps_other_codes(bits: int, group: int, has_least: bool, in
 
 @pytest.mark.parametrize("has_least", [False, True])
 @pytest.mark.parametrize(("bits", "unit"), [(4, 1.0003), (8, 1.0003), (8, 1.0003 * 2**-10)])
-def test_factors_that_need_more_than_16_bits_are_rounded(
+def test_scales_that_need_more_than_16_bits_are_rounded(
     bits: int, unit: float, has_least: bool
 ) -> None:
-    """Also small ones, which float16 would have as subnormal numbers."""
+    """Also small scales, which would be subnormal numbers in float16."""
     generator = torch.Generator().manual_seed(bits)
     whole = other_matrix(bits, 40, 64, generator, has_least=has_least)
     whole = CodedMatrix(whole.codes, whole.scales * unit, whole.least * unit)
@@ -124,7 +127,7 @@ def test_factors_that_need_more_than_16_bits_are_rounded(
 @pytest.mark.parametrize(
     ("group", "inputs"), [(32, 96), (32, 128), (64, 192), (128, 256), (256, 512), (384, 384)]
 )
-def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype) -> None:
+def test_the_layout_is_exact(group: int, inputs: int, kind: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(group)
     whole = matrix(70, inputs, generator, group=group, kind=kind)
     whole.scales[3] = whole.least[3] = 0
@@ -135,7 +138,7 @@ def test_the_layout_keeps_all_numbers(group: int, inputs: int, kind: torch.dtype
     assert words.num_bytes <= 70 * (-(-inputs // 128) * 128) * (0.5 + 4 / min(group, 128))
 
 
-def test_what_the_layout_cannot_keep() -> None:
+def test_matrices_that_the_layout_does_not_support() -> None:
     whole = matrix(8, 128, torch.Generator().manual_seed(0))
     for factor in (1e-12, 1e9, float("nan")):
         scales, least = whole.scales * factor, whole.least * factor
@@ -149,7 +152,7 @@ def test_what_the_layout_cannot_keep() -> None:
         *((rows, 40, 256, 128, rows % 2 == 1, True) for rows in (1, 2, 17, 33, FEW_ROWS)),
         *((rows, 21, 480, 32, rows % 2 == 0, False) for rows in (1, 2, 17, FEW_ROWS)),
         (5, 64, 128, 64, True, False),
-        (3, 4200, 128, 128, True, True),  # wide tiles
+        (3, 4200, 128, 128, True, True),  # Wide tiles.
         (FEW_ROWS + 9, 70, 256, 64, False, True),
     ],
 )
@@ -222,7 +225,7 @@ def test_parts_of_a_product() -> None:
     ],
 )
 def test_a_layer_of_products(num_rows: int, packed: tuple[bool, ...], inner: int) -> None:
-    """Also beside matrices in plain numbers. An inner width of 8192 is split."""
+    """Some layers also have plain matrices. A product with 8192 inputs is split."""
     generator = torch.Generator().manual_seed(num_rows)
     hidden, gain = 96, torch.rand(96, generator=generator) + 0.5
     shapes = (2 * inner, hidden), (hidden, inner), (42, hidden)
@@ -286,7 +289,7 @@ def test_products_with_few_programs_are_split() -> None:
     assert WordsProduct(8, 4096, 112).num_splits == 4
     assert WordsProduct(8, 4096, 32).num_splits == 1, "a program has few blocks"
     assert WordsProduct(8, 28672, 112).num_splits == 1, "there are enough programs"
-    assert WordsProduct(8, 4096, 113).num_splits == 1, "parts would not be even"
+    assert WordsProduct(8, 4096, 113).num_splits == 1, "the parts would differ in size"
     assert WordsProduct(64, 4096, 112).num_splits == 7
     assert WordsProduct(64, 4096, 32).num_splits == 4
     assert WordsProduct(64, 28672, 32).num_splits == 1
@@ -301,7 +304,7 @@ def test_tiles_fit_a_multiprocessor(splits: int) -> None:
             for inputs in (128, 64, 32):
                 blocks = 4096 // inputs
                 tile = WordsProduct(num_rows, num_out, blocks, splits, inputs).tile()
-                # Words, factors and x in bfloat16.
+                # Words, scales and x in bfloat16.
                 block = tile["BN"] * (64 + 32) + tile["BM"] * 2 * inputs
                 step = block * tile["SLICES"]
                 assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
@@ -320,7 +323,8 @@ def test_narrow_products_of_small_blocks_have_more_warps() -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_instructions_that_unpack_words(part: int) -> None:
-    """The interpreter has no assembly, so this computes its lines for all codes and zeros."""
+    """The interpreter cannot run assembly, so the test evaluates its lines for all codes and
+    zeros."""
     codes, zeros = torch.arange(16)[:, None], torch.arange(17)
     word = (codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))).expand(16, 17)
     zero = (-128.0 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
@@ -339,7 +343,7 @@ def test_the_instructions_that_unpack_signed_codes(part: int) -> None:
 
 
 def computed(source: str, registers: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The result of lines of assembly in half of a register of 32 bits."""
+    """The result of assembly lines, for the low half of a 32-bit register."""
     for line in re.findall(r"^\s*(shr|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
         name, into, *operands = line[0], *re.split(r", *", line[1])
         values = [
@@ -359,7 +363,7 @@ def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 
 def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    assert int(table) == 0xEA, "(a and b) or c"
+    assert int(table) == 0xEA, "the table must be (a and b) or c"
     return a & b | c
 
 

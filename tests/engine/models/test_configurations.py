@@ -1,4 +1,4 @@
-"""Published configurations, in their old and new forms, become the right specs."""
+"""Published configurations, in their old and new forms, give the right specs."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ def spec_of(architecture: str, **config: Any) -> DecoderSpec:
     return spec_from_config({"architectures": [architecture], **config}, "published")
 
 
-def test_gemma_3_4b_leaves_out_defaults_and_nests_its_text_part() -> None:
+def test_gemma_3_4b_omits_defaults_and_nests_its_text_part() -> None:
     text = {
         "hidden_size": 2560,
         "intermediate_size": 10240,
@@ -44,7 +44,7 @@ def test_gemma_3_4b_leaves_out_defaults_and_nests_its_text_part() -> None:
     assert [names.embed for names in spec.other_names] == ["language_model.model.embed_tokens"]
 
 
-def test_phi_3_mini_128k_calls_its_scaling_su() -> None:
+def test_phi_3_mini_128k_names_its_rope_scaling_su() -> None:
     factors = [1.0 + i / 100 for i in range(48)]
     spec = spec_of(
         "Phi3ForCausalLM",
@@ -68,7 +68,7 @@ def test_phi_3_mini_128k_calls_its_scaling_su() -> None:
     assert spec.padded().attention.head_dim == 128  # type: ignore[union-attr]
 
 
-def test_qwen_2_5_with_yarn_and_switched_off_windows() -> None:
+def test_qwen_2_5_with_yarn_and_disabled_windows() -> None:
     spec = spec_of(
         "Qwen2ForCausalLM",
         hidden_size=3584,

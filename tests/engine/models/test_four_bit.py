@@ -1,4 +1,5 @@
-"""Weights of four bits: as files keep them, and in products that never make more of them."""
+"""Weights of four bits: the formats of files, and products that use the codes without a dequantized
+copy."""
 
 from functools import reduce
 from pathlib import Path
@@ -27,7 +28,7 @@ needs_kernel = pytest.mark.skipif(
 
 
 @given(st.sampled_from(KINDS), st.integers(1, 5), st.integers(1, 3), st.integers(0, 99))
-def test_numbers_are_those_of_the_gguf_package(
+def test_dequantised_numbers_equal_those_of_the_gguf_package(
     kind: gguf.GGMLQuantizationType, rows: int, blocks: int, seed: int
 ) -> None:
     numbers = np.random.default_rng(seed).normal(size=(rows, 32 * blocks)).astype(np.float32)
@@ -43,7 +44,8 @@ def test_numbers_are_those_of_the_gguf_package(
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
 def test_super_blocks(name: str) -> None:
-    """The numbers are those of the gguf package. A GPU has them within the bound of `words_of`."""
+    """The numbers equal those of the gguf package. The words of a GPU are within the bound of
+    `words_of`."""
     kind, rows, columns = gguf.GGMLQuantizationType[name], 9, 512
     raw = random_super_blocks(kind, (rows, columns), seed=1)
     want = torch.from_numpy(gguf.dequantize(raw, kind))
@@ -70,7 +72,8 @@ def test_rows_that_are_not_whole_blocks() -> None:
 
 
 def test_a_product_of_matrices_in_several_types() -> None:
-    """The widest codes and the smallest groups hold the numbers of all of them."""
+    """The joined matrix uses the widest codes and the smallest groups, so that it holds the numbers
+    of all its parts."""
     kinds = ["Q4_K", "Q8_0", "Q6_K"]
     parts = []
     for name in kinds:
@@ -87,7 +90,7 @@ def test_a_product_of_matrices_in_several_types() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q8_0"])
-def test_words_of_a_gpu_have_the_numbers_of_files(name: str) -> None:
+def test_words_of_a_gpu_hold_the_exact_numbers_of_a_file(name: str) -> None:
     kind = gguf.GGMLQuantizationType[name]
     raw = gguf.quantize(np.random.default_rng(0).normal(size=(70, 160)).astype(np.float32), kind)
     matrix = coded(memoryview(bytearray(raw.tobytes())), kind.value, (70, 160))
@@ -98,7 +101,7 @@ def test_words_of_a_gpu_have_the_numbers_of_files(name: str) -> None:
     assert torch.equal(matrix_of(words).numbers(), matrix.numbers())
 
 
-def test_a_cpu_keeps_only_codes_of_its_kernel(tmp_path: Path) -> None:
+def test_a_cpu_keeps_only_codes_that_its_kernel_supports(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", kind={"attn_q": Kind.Q8_0, "attn_k": Kind.Q4_1})
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
     name = "model.layers.0.self_attn.{}_proj.weight"
@@ -108,7 +111,7 @@ def test_a_cpu_keeps_only_codes_of_its_kernel(tmp_path: Path) -> None:
     assert checkpoint.gpu_format(name.format("o")) is None
 
 
-def test_a_kind_that_nobody_reads() -> None:
+def test_an_unknown_kind_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="12345"):
         dequantise(memoryview(bytearray(64)), 12345, (1, 32))
 
@@ -131,7 +134,8 @@ def test_the_kernels_weight_is_within_its_bound(rows: int, columns: int, offset:
         eye = torch.eye(columns, dtype=torch.bfloat16)
         weight = torch.cat([linear(part) for part in eye.split(4)]).T.float()
     most = torch.maximum(matrix.least.abs(), (matrix.least + 15 * matrix.scales).abs())
-    bound = (most * (1 / 160 + 2**-9)).repeat_interleave(32, 1)  # and what the output is rounded by
+    # The second term is the rounding of the output.
+    bound = (most * (1 / 160 + 2**-9)).repeat_interleave(32, 1)
     assert ((weight - matrix.numbers()).abs() <= bound).all()
 
 
@@ -147,12 +151,12 @@ def test_products_with_bias_and_residual(num_rows: int) -> None:
     assert error < 0.01
 
 
-def test_shapes_that_the_kernel_does_not_take() -> None:
+def test_shapes_that_the_kernel_does_not_support() -> None:
     assert not FourBitLinear.takes(some_matrix(96, 32, 0.0))
 
 
 def log_probabilities(model: Decoder, token_ids: list[int]) -> torch.Tensor:
-    """Of the next token after each of a few, with plain causal attention."""
+    """Log probabilities of the next token at each position, with plain causal attention."""
 
     def attend(index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         group = q.shape[1] // k.shape[1]
@@ -167,7 +171,7 @@ def log_probabilities(model: Decoder, token_ids: list[int]) -> torch.Tensor:
 
 
 @needs_kernel
-def test_the_embedded_model_says_the_same_with_four_bits() -> None:
+def test_the_embedded_model_predicts_nearly_the_same_with_four_bits() -> None:
     checkpoint = open_checkpoint("embedded")
     exact = load_decoder(checkpoint, torch.float32, CPU)
     rounded = load_decoder(checkpoint, torch.bfloat16, CPU)

@@ -1,4 +1,4 @@
-"""Checkpoints in the formats of AWQ, GPTQ and compressed-tensors with four bits."""
+"""Checkpoints with four bits in the formats of AWQ, GPTQ and compressed-tensors."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def of_kind(
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_numbers_are_those_of_the_checkpoint(
+def test_loaded_numbers_equal_those_of_the_checkpoint(
     plain: Path, tmp_path: Path, kind: str, symmetric: bool
 ) -> None:
     folder, numbers = of_kind(plain, tmp_path, kind, symmetric=symmetric)
@@ -74,11 +74,13 @@ def test_parts_of_matrices(plain: Path, tmp_path: Path, kind: str) -> None:
         matrix = checkpoint.take_packed(name, CPU, part)
         assert matrix is not None
         assert torch.equal(matrix.numbers(), expected)
-    assert checkpoint.take_packed(name, CPU, Part(1, 0, GROUP // 2, 64)) is None, "half a group"
+    assert checkpoint.take_packed(name, CPU, Part(1, 0, GROUP // 2, 64)) is None, (
+        "the part splits a group"
+    )
 
 
-def test_codes_of_published_examples() -> None:
-    """Words as the authors' packers write them."""
+def test_the_order_of_codes_in_packed_words() -> None:
+    """The words must be those that the packers of AutoAWQ and AutoGPTQ write."""
     codes = np.arange(8)[:, None].repeat(8, 1)  # Output i has code i.
     one = Rounded(codes, torch.ones(8, 1).half(), np.full((8, 1), 8))
     assert awq("m", one)["m.qweight"][0].tolist() == [0x75316420]
@@ -125,7 +127,7 @@ def test_groups_in_another_order_are_dequantised(plain: Path, tmp_path: Path) ->
         ("qweight", torch.zeros(32, 16, dtype=torch.int32), "has shape"),
     ],
 )
-def test_a_damaged_matrix_is_named(
+def test_a_damaged_matrix_is_named_in_the_error(
     plain: Path, tmp_path: Path, end: str, changed: torch.Tensor | None, message: str
 ) -> None:
     folder, _ = of_kind(plain, tmp_path, "awq")

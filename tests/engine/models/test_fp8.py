@@ -1,4 +1,4 @@
-"""Checkpoints with matrices in e4m3, and matrices that are rounded to e4m3 when they are loaded."""
+"""Checkpoints with matrices in e4m3, and matrices that are rounded to e4m3 while loading."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def per_row(name: str, numbers: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
 def per_block(
     name: str, numbers: torch.Tensor, height: int = 32, width: int = 16
 ) -> tuple[Tensors, torch.Tensor]:
-    """The last blocks may be smaller."""
+    """One scale for each block. The last blocks may be smaller."""
     rows, columns = numbers.shape
     scale = torch.rand(-(-rows // height), -(-columns // width)) + 0.01
     whole = scale.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
@@ -72,7 +72,7 @@ WHOLE_BLOCKS = {
 
 
 def make_checkpoints(folder: Path, kind: str) -> tuple[Path, Path]:
-    """A checkpoint in e4m3, and one with the same numbers in float32."""
+    """A checkpoint in e4m3, and a checkpoint with the same numbers in float32."""
     torch.manual_seed(0)
     sizes = WHOLE_BLOCKS if kind == "per block of 128" else {}
     rounded = make_tiny_model(folder / "rounded", "llama", overrides=sizes)
@@ -103,7 +103,7 @@ def logits_of(decoder: Decoder, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_the_numbers_are_those_of_the_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_logits_equal_those_of_transformers_on_the_same_numbers(tmp_path: Path, kind: str) -> None:
     rounded, plain = make_checkpoints(tmp_path, kind)
     decoder = load_decoder(open_checkpoint(str(rounded)), torch.float32, CPU)
     tokens = torch.arange(40) * 5
@@ -114,7 +114,7 @@ def test_the_numbers_are_those_of_the_checkpoint(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["per matrix", "per row", "per block of 128"])
-def test_matrices_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
+def test_matrices_are_kept_in_e4m3(tmp_path: Path, kind: str) -> None:
     rounded, plain = make_checkpoints(tmp_path, kind)
     kept = load_decoder(open_checkpoint(str(rounded)), torch.float32, CPU, weights=Weights.E4M3)
     exact = load_decoder(open_checkpoint(str(plain)), torch.float32, CPU)
@@ -126,7 +126,7 @@ def test_matrices_are_kept_as_they_are(tmp_path: Path, kind: str) -> None:
         assert torch.equal(layer.qkv.matrix.numbers(), torch.cat(qkv))
         assert all(isinstance(linear, Fp8Linear) for linear in layer.linears)
     tokens = torch.arange(40) * 5
-    # Only the activations are rounded, to a sixteenth of themselves at most.
+    # Only the activations are rounded, by at most 1/16 of each number.
     assert relative_error(logits_of(kept, tokens), logits_of(exact, tokens).double()) < 0.25
     assert kept.num_bytes < exact.num_bytes
 
@@ -172,7 +172,7 @@ def test_rounded_numbers_are_exact_in_bfloat16() -> None:
     assert bool(((rounded - numbers).abs() <= numbers.abs() / 16 + largest * 2**-17).all())
 
 
-def test_a_matrix_without_factors_is_named(tmp_path: Path) -> None:
+def test_a_matrix_without_scales_is_named_in_the_error(tmp_path: Path) -> None:
     rounded, _ = make_checkpoints(tmp_path, "per row")
     path, name = rounded / "model.safetensors", "model.layers.0.mlp.up_proj.weight"
     tensors = load_file(path)
@@ -185,7 +185,7 @@ def test_a_matrix_without_factors_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [[128], "128", [0, 128], [1.5, 2], [True, "x"]])
-def test_sizes_of_blocks_that_are_none(tmp_path: Path, size: Any) -> None:
+def test_invalid_block_sizes_are_refused(tmp_path: Path, size: Any) -> None:
     rounded, _ = make_checkpoints(tmp_path, "per block")
     path = rounded / "config.json"
     config = json.loads(path.read_text())

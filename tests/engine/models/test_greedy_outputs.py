@@ -1,7 +1,8 @@
-"""Greedy outputs of the engine core with every family, against transformers, in float32.
+"""Greedy outputs of the engine core with every model family, compared with transformers, in
+float32.
 
-Contexts fork in the middle of prompts and of outputs, prefixes are found in the cache, and
-contexts are several windows long."""
+Contexts fork in the middle of prompts and of outputs, prefixes are found in the cache, and contexts
+are several windows long."""
 
 import random
 from array import array
@@ -28,9 +29,10 @@ from tests.support.manual_clock import ManualClock
 from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 
 NUM_TOKENS = 24
-MANY_TOKENS = 40  # So many that contexts need blocks and slots of each other.
+MANY_TOKENS = 40  # With outputs of 40 tokens, contexts must evict each other's blocks and slots.
 FEW_SLOTS, MANY_SLOTS = 12, 60
-PREFIX, OTHERS = 50, (1, 9, 30)  # Tokens of the common prefix, and of the prompts after it.
+# Number of tokens in the common prefix, and in the rest of each prompt.
+PREFIX, OTHERS = 50, (1, 9, 30)
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {family: (family, {}) for family in TINY_CONFIGS}
 MODELS |= {
     "mistral with a window": ("mistral", {"sliding_window": 20}),
@@ -43,7 +45,8 @@ MODELS |= {
 
 
 class CountingRunner(ModelRunner):
-    """Counts the tokens that it computes. Each takes 1 ms, and copies take no time."""
+    """Counts the tokens that it computes. In virtual time, a token takes 1 ms and copies take no
+    time."""
 
     num_tokens = 0
 
@@ -77,7 +80,9 @@ class Twins:
         self.greedy = Greedy(folder)
         self._num_requests = 0
 
-    def found(self, prompts: Sequence[list[int]], num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    def generate(
+        self, prompts: Sequence[list[int]], num_tokens: int = NUM_TOKENS
+    ) -> list[list[int]]:
         """The core's outputs for prompts that arrive together."""
         sampling = SamplingConfig(
             temperature=0, max_gen_length=num_tokens, ignore_tokenizer_eos=True
@@ -96,13 +101,13 @@ class Twins:
         return [answer.generated_ids for answer in answers]
 
 
-def found_in_the_cache(twins: Twins, num_tokens: int) -> int:
-    """Check outputs of prompts, then those of forks inside the prompts and inside the outputs.
-    Returns how many tokens of the forks were not computed again."""
+def num_cached_tokens(twins: Twins, num_tokens: int) -> int:
+    """Check the outputs of prompts, then those of forks inside these prompts and outputs. Returns
+    the number of the forks' tokens that came from the cache."""
     rng = random.Random(0)
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
-    outputs = twins.found(prompts, num_tokens)
+    outputs = twins.generate(prompts, num_tokens)
     twins.greedy.check(prompts, outputs)
 
     before = twins.runner.num_tokens
@@ -112,12 +117,12 @@ def found_in_the_cache(twins: Twins, num_tokens: int) -> int:
         [*prompts[0], *outputs[0][:9], 5],
         prompts[2] + outputs[2][:24],
     ]
-    twins.greedy.check(forks, twins.found(forks, num_tokens))
+    twins.greedy.check(forks, twins.generate(forks, num_tokens))
     num_all = sum(map(len, forks)) + len(forks) * (num_tokens - 1)
     return num_all - (twins.runner.num_tokens - before)
 
 
-ALL_FOUND = 32 + 64 + 48 + 96
+ALL_CACHED = 32 + 64 + 48 + 96
 
 
 @pytest.mark.parametrize(("family", "overrides"), MODELS.values(), ids=MODELS)
@@ -125,7 +130,7 @@ def test_outputs_equal_those_of_transformers(
     tmp_path: Path, family: str, overrides: Mapping[str, Any]
 ) -> None:
     twins = Twins(make_tiny_model(tmp_path / "model", family, overrides=overrides))
-    assert found_in_the_cache(twins, NUM_TOKENS) == ALL_FOUND
+    assert num_cached_tokens(twins, NUM_TOKENS) == ALL_CACHED
 
 
 WINDOWED = {
@@ -140,17 +145,17 @@ WINDOWED = {
 def test_outputs_with_window_slots(
     tmp_path: Path, family: str, overrides: Mapping[str, Any], num_slots: int
 ) -> None:
-    """With few slots, jobs are preempted, and windows are computed again."""
+    """With few slots, jobs are preempted and windows are computed again."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
     twins = Twins(folder, num_slots=num_slots)
-    found = found_in_the_cache(twins, MANY_TOKENS if num_slots == FEW_SLOTS else NUM_TOKENS)
-    assert found < ALL_FOUND if num_slots == FEW_SLOTS else found == ALL_FOUND
+    cached = num_cached_tokens(twins, MANY_TOKENS if num_slots == FEW_SLOTS else NUM_TOKENS)
+    assert cached < ALL_CACHED if num_slots == FEW_SLOTS else cached == ALL_CACHED
 
 
 SLOTS = {"num_slots": 16, "num_host_slots": 40}
 
 
-# Windows alone, and beside layers of the same shape and of another one.
+# Models with only windowed layers, and with other layers of the same or a different shape.
 @pytest.mark.parametrize(
     ("name", "slots"),
     [
@@ -164,14 +169,15 @@ SLOTS = {"num_slots": 16, "num_host_slots": 40}
 def test_outputs_with_preemptions_and_a_host_tier(
     tmp_path: Path, name: str, slots: dict[str, int]
 ) -> None:
-    """Blocks for two of eight contexts: KV is evicted, copied to the host and back."""
+    """There are blocks for two of eight contexts, so KV is evicted, copied to the host and loaded
+    again."""
     family, overrides = MODELS[name]
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
     twins = Twins(folder, num_blocks=20, num_host_blocks=60, **slots)
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(70 + 9 * number)] for number in range(8)]
-    outputs = twins.found(prompts, MANY_TOKENS)
+    outputs = twins.generate(prompts, MANY_TOKENS)
     twins.greedy.check(prompts, outputs)
     further = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    twins.greedy.check(further, twins.found(further))
+    twins.greedy.check(further, twins.generate(further))
     assert twins.core.runtime_info().prompt_tokens.host > 200

@@ -1,4 +1,4 @@
-"""Opening checkpoints: folders, GGUF files, random weights, and everything wrong with them."""
+"""Opening checkpoints: folders, GGUF files, random weights, and the errors for invalid ones."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ Q4 = gguf.GGMLQuantizationType.Q4_1
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3"])
-def test_gguf_tensors_come_back_in_hugging_face_layout(tmp_path: Path, architecture: str) -> None:
+def test_gguf_tensors_have_the_hugging_face_layout(tmp_path: Path, architecture: str) -> None:
     want = write_gguf(tmp_path / "m.gguf", architecture)
     checkpoint = open_checkpoint(str(tmp_path / "m.gguf"))
     assert checkpoint.spec.tie_embeddings
@@ -106,7 +106,7 @@ def test_an_unknown_gguf_architecture(tmp_path: Path) -> None:
         open_checkpoint(str(tmp_path / "m.gguf"))
 
 
-def test_a_missing_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
+def test_missing_and_misshapen_tensors_are_named_in_the_error(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.self_attn.v_proj.weight"
@@ -199,7 +199,7 @@ def test_random_weights_need_only_a_config(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("Hi,\n世界!").ids) == "Hi,\n??!"
 
 
-def test_every_id_of_a_random_model_has_a_text_of_its_own() -> None:
+def test_each_token_id_of_a_random_model_has_a_text_of_its_own() -> None:
     language = Language.of(word_tokenizer(32000))
     ids = [*range(97, 32000, 3), 31999, 5, 98, 98, 7, 20, 97]
     text = language.tokenizer.decode(ids)
@@ -210,7 +210,7 @@ def test_every_id_of_a_random_model_has_a_text_of_its_own() -> None:
     assert len(set(language.tokenizer.decode_batch([[i] for i in range(32000)]))) == 32000
 
 
-def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> None:
+def test_a_random_model_may_have_a_small_but_not_a_huge_vocabulary() -> None:
     tokenizer = Tokenizer.from_str(word_tokenizer(40).tokenizer_json)
     assert tokenizer.get_vocab_size() == 40
     assert max(tokenizer.encode("Hi, 世界!").ids) < 40
@@ -218,7 +218,7 @@ def test_a_random_model_may_have_a_small_vocabulary_but_not_an_endless_one() -> 
         word_tokenizer(500_000)
 
 
-PUBLISHED_SIZES = {  # Billions of weights. Gemma 3: of the language model.
+PUBLISHED_SIZES = {  # In billions of weights. For Gemma 3, the size is that of the language model.
     "llama-2-7b": 6.74,
     "llama-2-13b": 13.02,
     "llama-3.1-8b": 8.03,
@@ -255,7 +255,7 @@ def test_the_embedded_model_and_its_tokenizer() -> None:
     assert response.chat_template is not None
     assert "<|im_start|>" in response.chat_template
     tokenizer = Tokenizer.from_str(response.tokenizer_json)
-    # llama.cpp's ids for the same file
+    # These are llama.cpp's ids for the same file.
     ids = [19556, 216, 905, 216, 33, 34, 35, 1116, 1, 4093]
     assert tokenizer.encode("Hello  world 123\n\n<|im_start|>user").ids == ids
     text = "naïve 😀 日本語\n\tdef f(x): return x**2  # 99"
@@ -296,7 +296,7 @@ def test_gguf_tokenizers_that_are_not_known() -> None:
         gguf_tokenizer(gpt2 | {"tokenizer.ggml.pre": "viking"}, "x")
 
 
-def test_facts_around_a_folders_tokenizer(tmp_path: Path) -> None:
+def test_tokenizer_settings_of_a_folder(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     template = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]

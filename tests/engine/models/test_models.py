@@ -1,4 +1,4 @@
-"""Random tiny models of every architecture against their transformers twins, in float32."""
+"""Random tiny models of every architecture against the same models in transformers, in float32."""
 
 import copy
 import functools
@@ -82,7 +82,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 
 
 class LogitsRunner(ModelRunner):
-    """Keeps the hidden states' logits of every row of the last step."""
+    """Keeps the logits of all rows of the last step."""
 
     def __init__(self, shared: Decoder) -> None:
         model = copy.copy(shared)
@@ -116,7 +116,7 @@ def build(folder: Path) -> tuple[Decoder, torch.nn.Module]:
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Any]:
-    """The model and its twin in transformers, by the index in `VARIANTS`."""
+    """The model with this index in `VARIANTS`, in the engine and in transformers."""
 
     @functools.cache
     def of(index: int) -> tuple[Decoder, torch.nn.Module]:
@@ -140,7 +140,7 @@ def twin_logits(twin: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
 
 @all_variants
 def test_logits_equal_those_of_transformers(variant: Callable[[int], Any], index: int) -> None:
-    """Fills in odd chunks and decodes mixed in the same steps, one context forked from another."""
+    """Steps mix decodes with fills in odd chunks. One context is a fork of another."""
     model, twin = variant(index)
     driver = Driver(LogitsRunner(model))
     rng = random.Random(0)
@@ -171,10 +171,10 @@ def check_step(
 
 
 @all_variants
-def test_pooled_states_equal_those_of_transformers(
+def test_pooled_hidden_states_equal_those_of_transformers(
     variant: Callable[[int], Any], index: int
 ) -> None:
-    """Some rows of each sequence, with others in the step that sample."""
+    """Some rows of each sequence are pooled, in steps with other sequences that sample."""
     model, twin = variant(index)
     driver = Driver(ModelRunner(model, 256, 4, CpuOptions(gate=SHARE_ALL)))
     rng = random.Random(0)
@@ -211,8 +211,8 @@ def test_every_architecture_has_a_tiny_model() -> None:
     assert tiny | set(WITH_IMAGES) == set(ARCHITECTURES)
 
 
-def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
-    """Forks of one context in one step: read once, logits as if alone."""
+def test_forks_that_share_a_context_have_the_logits_of_separate_contexts(tmp_path: Path) -> None:
+    """Three forks of one context run in one step. The step reads the shared KV once."""
     model, twin = build(make_tiny_model(tmp_path / "model", "llama"))
     runner = LogitsRunner(model)
     driver = Driver(runner)
@@ -273,7 +273,7 @@ def test_a_context_that_forks_share_stays_equal(tmp_path: Path) -> None:
         ("opt", {"layer_norm_elementwise_affine": False}, "elementwise"),
     ],
 )
-def test_what_cannot_be_run_exactly_is_refused(
+def test_models_that_cannot_run_exactly_are_refused(
     family: str, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
@@ -281,7 +281,7 @@ def test_what_cannot_be_run_exactly_is_refused(
     assert str(caught.value).startswith("somewhere: ")
 
 
-def test_a_missing_key_is_named() -> None:
+def test_a_missing_key_is_named_in_the_error() -> None:
     config = {k: v for k, v in TINY_CONFIGS["llama"].items() if k != "hidden_size"}
     with pytest.raises(ConfigError, match="no 'hidden_size'"):
         spec_from_config(config, "somewhere")
@@ -291,7 +291,8 @@ def test_a_missing_key_is_named() -> None:
     ("family", "change", "windows"),
     [
         ("mistral", {"sliding_window": 128}, [128, 128]),
-        ("mistral", {"sliding_window": 4096}, [None, None]),  # All 512 positions are in the window.
+        # The model has 512 positions, so the window covers all.
+        ("mistral", {"sliding_window": 4096}, [None, None]),
         ("qwen2", {"sliding_window": 128}, [None, None]),
         (
             "qwen2",
@@ -360,7 +361,7 @@ def test_the_language_model_of_a_model_with_images(
 def test_padded_heads_change_nothing(
     tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:
-    """Heads of 12 are stored as heads of 16, alone and divided among ranks."""
+    """Heads of size 12 are stored as heads of size 16, alone and divided among ranks."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
     checkpoint = open_checkpoint(str(folder)).padded()
     assert checkpoint is not None
@@ -387,7 +388,8 @@ def test_heads_with_norms_are_not_padded() -> None:
 def test_the_frequencies_of_longrope_depend_on_the_longest_context(
     tmp_path: Path, original: int
 ) -> None:
-    """For contexts on one side of the original length, the logits are those of transformers."""
+    """The original length is either shorter or longer than the longest context. In both cases the
+    logits equal those of transformers."""
     overrides = {
         "rope_scaling": PHI_ROPE,
         "partial_rotary_factor": 0.75,

@@ -1,4 +1,4 @@
-"""Models with random weights, whose matrices may have random codes, and what a model imports."""
+"""Models with random weights, random quantized codes, and the modules that a model imports."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 UP, EMBED = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 
 
-def test_matrices_have_random_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_models_get_random_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     awq = {"quant_method": "awq", "bits": 4, "group_size": 64}
     shape = KNOWN_SHAPES["qwen3-0.6b"] | {"quantization_config": awq}
     monkeypatch.setitem(KNOWN_SHAPES, "qwen3-0.6b", shape)
@@ -41,7 +41,7 @@ def test_matrices_have_random_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_matrix(EMBED)
 
 
-def test_other_models_have_numbers() -> None:
+def test_models_without_quantisation_get_random_numbers() -> None:
     checkpoint = open_checkpoint("qwen3-0.6b", dummy=True)
     assert checkpoint.take_packed(UP) is None
     assert torch.equal(checkpoint.take(UP), checkpoint.take(UP))

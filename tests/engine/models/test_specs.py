@@ -1,4 +1,4 @@
-"""Fast paths refuse every field of a description that they do not handle."""
+"""Fast paths are used only if they handle every field of a model's spec."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ def llama() -> DecoderSpec:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3"])
-def test_families_that_are_fused(family: str) -> None:
+def test_families_with_fused_kernels(family: str) -> None:
     assert can_fuse(spec_from_config(TINY_CONFIGS[family], "tiny model"))
 
 
@@ -47,7 +47,9 @@ def test_families_that_are_fused(family: str) -> None:
         ("mlp", {"gated": False}),
     ],
 )
-def test_a_field_that_kernels_do_not_handle(part: str, change: dict[str, Any]) -> None:
+def test_a_field_that_kernels_do_not_handle_disables_fusion(
+    part: str, change: dict[str, Any]
+) -> None:
     spec = llama()
     changed = {
         "model": lambda: replace(spec, **change),
@@ -60,7 +62,7 @@ def test_a_field_that_kernels_do_not_handle(part: str, change: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2", "gemma3", "glm4", "granite", "olmo2"])
-def test_families_whose_sums_are_kernels(family: str) -> None:
+def test_families_with_fused_sums(family: str) -> None:
     spec = spec_from_config(TINY_CONFIGS[family], "tiny model")
     assert can_fuse_sums(spec)
     assert not can_fuse_sums(spec.with_layer_fields(parallel=True))
@@ -69,7 +71,7 @@ def test_families_whose_sums_are_kernels(family: str) -> None:
     assert not can_fuse_sums(replace(spec, position_offset=0))
 
 
-def test_a_field_without_a_name_must_have_its_default() -> None:
+def test_fields_that_are_not_listed_must_have_their_default() -> None:
     attention = llama().attention
     sizes = ("num_heads", "num_kv_heads", "head_dim")
     assert is_default(attention, except_for=sizes)

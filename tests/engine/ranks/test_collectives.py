@@ -1,4 +1,4 @@
-"""What ranks say to each other over loopback."""
+"""The collectives of ranks, over loopback."""
 
 import time
 from dataclasses import replace
@@ -21,7 +21,7 @@ def test_all_collectives(dtype: torch.dtype) -> None:
         token_ids = torch.tensor([7, 8] if ranks.rank == 0 else [0, 0], dtype=torch.int32)
         ranks.broadcast(token_ids)
         total = ranks.all_reduce(own)
-        assert total is own, "it is done in place"
+        assert total is own, "all_reduce works in place"
         everything = ranks.all_gather(columns)
         assert everything.is_contiguous()
         assert ranks.all_gather(columns[:, :1]).is_contiguous()
@@ -37,9 +37,9 @@ def test_all_collectives(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [9, 8, 5])
-def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
-    """On 4 ranks, of which the last may have less to say, or nothing: the first of equals, and
-    -1 where any is not finite."""
+def test_the_best_token_over_all_shards_is_that_of_the_whole_vocabulary(vocab_size: int) -> None:
+    """Four ranks divide the vocabulary. The last rank may have fewer tokens than the others, or
+    none. Ties go to the lowest token. A row with a number that is not finite gives -1."""
     logits = torch.randint(0, 3, (64, vocab_size), generator=torch.Generator().manual_seed(1))
     logits = torch.cat((logits.float(), torch.full((1, vocab_size), -7.0)))
     logits[3, 1], logits[4, 4], logits[5, -1] = torch.nan, torch.inf, -torch.inf
@@ -49,7 +49,8 @@ def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
     def best(ranks: RankGroup) -> tuple[list[int], list[list[float]]]:
         shard = VocabularyShard(spec, ranks)
         own = logits[:, shard.first : shard.first + shard.count]
-        own = shard.padded(own.t()).t().contiguous()  # with zeros, which are larger than -7
+        # The padding is zeros, which are larger than -7.
+        own = shard.padded(own.t()).t().contiguous()
         return shard.best(own).tolist(), shard.gather(own)[6:].tolist()
 
     for tokens, everything in on_ranks(4, best):
@@ -57,8 +58,11 @@ def test_the_best_of_all_tokens_is_that_of_the_whole(vocab_size: int) -> None:
         assert everything == logits[6:].tolist()
 
 
-def test_a_rank_is_connected_once_all_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store may be gone then, and the slowest has still read it."""
+def test_connecting_waits_until_all_ranks_have_read_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The store may be closed after `connect` returns, so the slowest rank must have read it by
+    then."""
     from parrot.engine.runner.ranks import group
 
     read: list[int] = []

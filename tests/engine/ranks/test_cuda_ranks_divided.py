@@ -1,7 +1,7 @@
-"""Two CUDA runners in Triton's interpreter, which a model is divided among, give what one gives.
+"""Two CUDA runners that share one model, in Triton's interpreter, give the outputs of one runner.
 
-The interpreter runs one kernel at a time, so each rank is a process; gloo is in NCCL's place,
-mapped files are in that of memory which devices share, and all streams are one."""
+The interpreter runs one kernel at a time, so each rank is a process. Gloo replaces NCCL, mapped
+files replace memory that devices share, and all streams are the same stream."""
 
 import json
 import socket
@@ -47,7 +47,7 @@ pytestmark = [
 ]
 CPU, BLOCK_SIZE = torch.device("cpu"), 16
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 261}
-CHUNK = FEW_ROWS + 6  # whose sums read other ranks' memory
+CHUNK = FEW_ROWS + 6  # More rows than FEW_ROWS: sums read other ranks' memory.
 LONG = 2 * BLOCK_SIZE + 1
 SAMPLINGS = (
     SamplingConfig(temperature=0.0),
@@ -74,7 +74,7 @@ def make_runner(folder: str, ranks: RankGroup | None, unit: Unit | None) -> Cuda
     )
     shard = None if ranks is None else Partition(checkpoint.spec, ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "make_linear", PlainLinear)  # the kernels read weights as they are
+        patch.setattr(decoder, "make_linear", PlainLinear)  # The kernels read plain weights.
         if ranks is not None:
             patch.setattr(KVCache, "host_copies", cuda_copies)
         model = load_decoder(checkpoint, torch.float32, CPU, shard=shard)
@@ -107,8 +107,8 @@ def outputs(runner: CudaRunner) -> list[Any]:
 
 
 def go_out_and_come_back(driver: Driver, runner: CudaRunner, context: Context) -> None:
-    """What the context's first blocks hold leaves them for another context, and comes back into
-    others."""
+    """Evict the context's first blocks, let another context use them, and load their KV into other
+    blocks."""
     blocks, slots = context.blocks[:3], (3, 0, 1)
     runner.transfer([Transfer(1, True, tuple(blocks), slots)])
     assert [one.succeeded for one in runner.landed(wait=True)] == [True]
@@ -122,7 +122,7 @@ def go_out_and_come_back(driver: Driver, runner: CudaRunner, context: Context) -
 
 
 def chunked(runner: CudaRunner) -> list[float]:
-    """Log probabilities behind a prompt of three steps, of which two choose no token."""
+    """Log probabilities after a prompt of three steps. The first two steps choose no token."""
     driver = Driver(runner)
     context = driver.context([i * 5 % 250 for i in range(3 * CHUNK)])
     for _ in range(3):
@@ -155,11 +155,11 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_part_of_a_sum_stays_until_a_slow_rank_has_read_it(
+def test_a_partial_sum_stays_until_a_slow_rank_has_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    """Also if nothing follows the embeddings' sum in its step, since the only layer has no row of
-    which logits are wanted."""
+    """With one layer and no row that needs logits, no sum follows that of the embeddings in a
+    step."""
     sizes = SIZES | {"num_hidden_layers": layers}
     folder = make_tiny_model(tmp_path / "model", "llama", overrides=sizes)
     want = chunked(make_runner(str(folder), None, None))
@@ -169,8 +169,8 @@ def test_a_part_of_a_sum_stays_until_a_slow_rank_has_read_it(
 
 
 def read_late() -> None:
-    """Let the first sum read some time after the ranks have met. It has one program, or others
-    would have to meet before."""
+    """Delay the first sum on this rank: it reads the other rank's memory 3 s after the ranks have
+    met. The sum has one program, so that no other program meets the ranks first."""
     meet, is_first = kernels._signal_and_wait, iter([True])
 
     def meet_and_wait(*args: Any) -> None:

@@ -1,7 +1,8 @@
-"""The CUDA runner of a rank besides rank 0, in Triton's interpreter, does what it is told.
+"""The CUDA runner of a rank other than rank 0, in Triton's interpreter, follows rank 0's messages.
 
-The interpreter runs one kernel at a time, so the ranks take turns: rank 0 alone, which has the
-whole model, and then, with what it has said, another one with the same."""
+The interpreter runs one kernel at a time, so the two runners run one after the other. Rank 0 runs
+first, alone, with the whole model. Then the other rank runs with the same model and the recorded
+messages of rank 0."""
 
 import functools
 from collections.abc import Callable
@@ -36,7 +37,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1}
 
 
 class Alone:
-    """`Ranks` of which only one is there; what rank 0 broadcasts, `heard` ones get."""
+    """`Ranks` with one member. A rank above 0 receives what rank 0 has broadcast before."""
 
     size = 1
     exchanges = None
@@ -60,7 +61,7 @@ class Alone:
 
 
 class Recorded(Unit):
-    """A unit whose messages are kept."""
+    """A unit that records its messages."""
 
     def __init__(self) -> None:
         super().__init__(cast("Any", None), [], with_tables=False)
@@ -80,7 +81,7 @@ def make(tmp_path: Path) -> Callable[[int, Unit | None], CudaRunner]:
             max_rows=4, max_tokens=64, gate=SHARE_ALL, use_graphs=False, upcast=True
         )
         ranks: Ranks = Alone(rank, said)
-        with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
+        with pytest.MonkeyPatch.context() as patch:  # The kernels read plain weights.
             patch.setattr(decoder, "make_linear", PlainLinear)
             take = functools.partial(checkpoint.take, device=torch.device("cpu"))
             model = Decoder(checkpoint.spec, take, torch.float32, torch.device("cpu"), ranks=ranks)
@@ -92,7 +93,8 @@ def make(tmp_path: Path) -> Callable[[int, Unit | None], CudaRunner]:
 def test_another_rank_computes_the_same_kv(
     make: Callable[[int, Unit | None], CudaRunner],
 ) -> None:
-    """Prompts, a fork, states that are read, and a step that is launched behind another."""
+    """Covers prompts, a fork, hidden states that are read, and a step that is launched before the
+    previous step has finished."""
     unit = Recorded()
     first, other = make(0, unit), make(1, None)
     driver = Driver(first)
@@ -102,7 +104,7 @@ def test_another_rank_computes_the_same_kv(
     child.tokens += [100]
     read = driver.context([5, 6, 7, 8])
     driver.step([(child, 1), (read, 4)], read={read.context_id: ScoreSpec(9, 1, (7, 8), 2)})
-    behind(first, child.context_id, child.tokens, child.blocks)
+    launch_two_steps(first, child.context_id, child.tokens, child.blocks)
     reader = StepReader()
     for message in unit.messages:
         other.compute(reader.step(message))
@@ -111,7 +113,9 @@ def test_another_rank_computes_the_same_kv(
         torch.testing.assert_close(own[:, :, :, :BLOCKS], theirs[:, :, :, :BLOCKS])
 
 
-def behind(runner: CudaRunner, context_id: int, tokens: list[int], blocks: list[int]) -> None:
+def launch_two_steps(
+    runner: CudaRunner, context_id: int, tokens: list[int], blocks: list[int]
+) -> None:
     def plan(token: int, position: int) -> StepPlan:
         spec = SampleSpec(1, GREEDY, 0, position + 1)
         return StepPlan((SequenceStep(context_id, [token], position, blocks, spec),))

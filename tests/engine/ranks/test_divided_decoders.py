@@ -1,4 +1,4 @@
-"""A decoder divided among ranks computes what it computes whole."""
+"""A decoder that is divided among ranks computes the logits of the whole decoder."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,13 +38,13 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def attend_to_all(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Of every row to every row: as good as any other attention here."""
+    """Attention of every row to every row. These tests need no other kind."""
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(0, 1).flatten(1)
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_every_rank_has_the_logits_of_the_whole(tmp_path: Path, family: str) -> None:
+def test_every_rank_computes_the_logits_of_the_whole_model(tmp_path: Path, family: str) -> None:
     folder = make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
     checkpoint = open_checkpoint(str(folder))
     tokens, positions = torch.tensor([0, 258, 77, 64, 65, 130]), torch.arange(6)
@@ -94,7 +94,7 @@ def test_ranks_divide_matrices_of_four_bits(tmp_path: Path, kind: str) -> None:
 def test_ranks_divide_codes_of_a_gguf_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, is_split: bool
 ) -> None:
-    """A part that splits a group of 32 inputs is no matrix of codes."""
+    """If a part splits a group of 32 inputs, the loader returns plain numbers instead of codes."""
     monkeypatch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
     sizes = {"hidden_size": 256, "intermediate_size": 64}
     kinds = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q8_0, "blk": Kind.Q4_K}
@@ -115,8 +115,9 @@ def test_ranks_divide_codes_of_a_gguf_file(
 
 
 @pytest.mark.parametrize("kind", ["embedded", "dummy"])
-def test_parts_put_together_are_the_tensors(kind: str) -> None:
-    """Of a GGUF file, and of random numbers. Three KV heads go to three ranks."""
+def test_the_parts_of_all_ranks_make_up_the_tensors(kind: str) -> None:
+    """Checks a GGUF file and random weights. The GGUF file has 3 KV heads, one for each of 3
+    ranks."""
     checkpoint = open_checkpoint(
         "embedded" if kind == "embedded" else "qwen3-0.6b", dummy=kind == "dummy", seed=3
     )
@@ -142,7 +143,7 @@ def test_parts_put_together_are_the_tensors(kind: str) -> None:
 
 
 def test_a_kv_head_may_be_on_several_ranks() -> None:
-    spec = open_checkpoint("qwen3-0.6b", dummy=True).spec  # 8 KV heads of 128
+    spec = open_checkpoint("qwen3-0.6b", dummy=True).spec  # It has 8 KV heads of 128.
     parts = [
         Partition(spec, RankGroup(r, 16)).part("model.layers.0.self_attn.k_proj.weight")
         for r in range(16)
@@ -157,7 +158,7 @@ def test_a_norm_of_all_heads_is_not_divided() -> None:
         require_divisible(spec, 2, "olmo")
 
 
-def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused() -> None:
     spec = open_checkpoint("embedded").spec
     require_divisible(spec, 3, "embedded")
     with pytest.raises(ConfigError, match=r"9 heads, 3 KV heads .* set it to 1, 3"):

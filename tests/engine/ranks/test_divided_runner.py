@@ -1,4 +1,4 @@
-"""A runner divided among ranks gives, token for token, what one rank gives."""
+"""A runner that is divided among ranks gives the same tokens as a runner on one rank."""
 
 import socket
 import threading
@@ -41,7 +41,7 @@ Outcome = list[Any]
 
 @contextmanager
 def divided(checkpoint: Checkpoint, size: int, **options: Any) -> Iterator[ModelRunner]:
-    """Rank 0's runner; the others are threads."""
+    """Rank 0's runner. The other ranks are threads."""
     store = dist.HashStore()
     links = [Link.pair() for _ in range(1, size)]
 
@@ -92,7 +92,8 @@ def alone(checkpoint: Checkpoint, **options: Any) -> ModelRunner:
 
 
 def outputs(runner: ModelRunner) -> Outcome:
-    """A batch of prompts in chunks, forks inside and at blocks, and samplings of all kinds."""
+    """Tokens of prompts in chunks, of forks inside a block and at a block boundary, and of several
+    samplings."""
     driver = Driver(runner)
     prompts = [[1, 2, 3], [250, 4], [7] * 21]
     found: Outcome = [driver.generate([driver.context(p) for p in prompts], 5, chunk=5)]
@@ -124,7 +125,7 @@ def test_tokens_are_those_of_one_rank(
         assert outputs(runner) == want
 
 
-def test_logits_are_gathered_only_where_more_than_the_largest_is_wanted(
+def test_logits_are_gathered_only_for_rows_that_need_more_than_the_largest(
     checkpoint_of: Callable[[str], Checkpoint], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
@@ -187,23 +188,23 @@ def test_quantised_kv_is_divided_too(checkpoint_of: Callable[[str], Checkpoint])
         assert runner.info.cache_mem == whole.cache_mem / 2
 
 
-def test_a_rank_that_ends_is_the_end_of_the_unit(
+def test_a_rank_that_exits_ends_the_unit(
     checkpoint_of: Callable[[str], Checkpoint],
 ) -> None:
-    told = threading.Event()
+    lost = threading.Event()
     with divided(checkpoint_of("llama"), 2) as runner:
         driver, unit = Driver(runner), runner._unit
         assert unit is not None
         driver.generate([driver.context([1, 2])], 2)
-        unit.on_lost(told.set)
-        unit._links[0].end()  # what the kernel does for a process that is killed
-        assert told.wait(30)
+        unit.on_lost(lost.set)
+        unit._links[0].end()  # The kernel does this for a process that is killed.
+        assert lost.wait(30)
         with pytest.raises(DeviceLost, match="rank 1 has ended"):
             driver.generate([driver.context([1, 2])], 1)
 
 
 class Hung(RankGroup):
-    """A rank besides this one is alive, but does nothing until all are let go."""
+    """A group whose other rank is alive and does nothing until the group is aborted."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -213,14 +214,14 @@ class Hung(RankGroup):
         self.given_up.set()
 
 
-def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
+def test_a_rank_that_hangs_ends_the_unit() -> None:
     group, (link, other) = Hung(), Link.pair()
     unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
     with other:
         with pytest.raises(DeviceLost, match="a step has not ended"), unit.together():
             assert group.given_up.wait(60)
         with pytest.raises(DeviceLost), unit.together():
-            pytest.fail("nothing can be run any more")
+            pytest.fail("a lost unit must run no further step")
     unit.close()
 
 
@@ -228,7 +229,7 @@ def test_a_rank_that_hangs_is_the_end_of_the_unit() -> None:
     ("has_ended", "reason"),
     [(True, "rank 1 has ended"), (False, "a step failed on rank 0: connection closed")],
 )
-def test_a_rank_that_has_ended_is_named_though_a_collective_fails_first(
+def test_a_rank_that_has_exited_is_named_even_if_a_collective_fails_first(
     has_ended: bool, reason: str
 ) -> None:
     link, other = Link.pair()
@@ -245,8 +246,9 @@ def fail(other: socket.socket | None) -> None:
     raise RuntimeError("connection closed")
 
 
-class Ending(Unit):
-    """Its step has just begun when it is looked at, and has ended at the next look."""
+class ChangingTask(Unit):
+    """A unit for which a step has just begun at every odd check, and no step runs at every even
+    check."""
 
     looks = 0
 
@@ -260,24 +262,25 @@ class Ending(Unit):
         pass
 
 
-def test_a_rank_is_watched_on_when_a_step_ends_at_that_moment() -> None:
-    told, (link, other) = threading.Event(), Link.pair()
-    unit = Ending(Hung(), [link], with_tables=True, patience=timedelta(seconds=0.01))
-    unit.on_lost(told.set)
+def test_ranks_are_still_watched_after_a_step_ends_during_a_check() -> None:
+    lost, (link, other) = threading.Event(), Link.pair()
+    unit = ChangingTask(Hung(), [link], with_tables=True, patience=timedelta(seconds=0.01))
+    unit.on_lost(lost.set)
     with other:
         while unit.looks < 4:
             time.sleep(0.01)
-    assert told.wait(60), "nobody has noticed the other's end"
+    assert lost.wait(60), "the unit did not notice that the other rank exited"
     unit.close()
 
 
-def test_telling_a_rank_that_hangs_ends_before_the_communicator_does() -> None:
-    """Which waits for CUDA graphs, whose owner may be who tells."""
+def test_sending_to_a_rank_that_hangs_fails_before_the_communicator_is_aborted() -> None:
+    """Aborting the communicator waits for CUDA graphs. The sending thread may own these graphs, so
+    it must not wait for the abort."""
     group, (link, other) = Hung(), Link.pair()
     group.abort = lambda: group.given_up.wait(60)  # type: ignore[method-assign,assignment,return-value]
     unit = Unit(group, [link], with_tables=True, patience=timedelta(seconds=0.02))
     with other, pytest.raises(DeviceLost, match="a step has not ended"), unit.together():
-        link.send(bytes(1 << 24))  # more than there is room for
+        link.send(bytes(1 << 24))  # The message is larger than the socket's buffer.
     assert not group.given_up.is_set()
     group.given_up.set()
 

@@ -1,4 +1,5 @@
-"""What three ranks do through each other's memory, in Triton's interpreter: each is a process."""
+"""Three ranks exchange data through each other's memory, in Triton's interpreter. Each rank is a
+process."""
 
 import sys
 import threading
@@ -36,15 +37,16 @@ def _quickly() -> Iterator[None]:
         yield
 
 
-def test_sums_and_exchanges_are_right_whoever_is_late(tmp_path: Path) -> None:
-    """Also after a day of decodes, when a turn has more than 31 bits."""
+def test_sums_and_exchanges_are_right_whichever_rank_is_late(tmp_path: Path) -> None:
+    """Also after a day of decodes, when the number of a turn needs more than 31 bits."""
     run_ranks(__name__, SIZE, str(tmp_path), start=ForkedModule)
 
 
-def test_a_rank_that_nobody_answers_is_released_without_the_device(
+def test_a_rank_without_a_peer_is_released_without_using_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whose queue may be full of kernels that wait."""
+    """The device's queue may be full of waiting kernels, so the release must not use a CUDA
+    stream."""
     exchanges = lonely_exchanges(MemoryLayout(2, WIDTH * 4, WIDTH * 4 * 128), torch.device("cpu"))
     has_ended = threading.Event()
 
@@ -58,8 +60,10 @@ def test_a_rank_that_nobody_answers_is_released_without_the_device(
         has_ended.set()
 
     threading.Thread(target=wait_in_all_kernels, daemon=True).start()
-    assert not has_ended.wait(0.5), "it has not waited"
-    monkeypatch.setattr(torch.cuda, "stream", Mock(side_effect=AssertionError("it may block")))
+    assert not has_ended.wait(0.5), "the kernels did not wait for the other rank"
+    monkeypatch.setattr(
+        torch.cuda, "stream", Mock(side_effect=AssertionError("a stream may block"))
+    )
     exchanges.release()
     assert has_ended.wait(60)
 

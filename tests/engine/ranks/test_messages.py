@@ -1,4 +1,4 @@
-"""What rank 0 tells of a step is what the others read."""
+"""The other ranks read the same step that rank 0 sent."""
 
 import dataclasses
 
@@ -64,18 +64,18 @@ def work_of(inputs: StepInputs) -> WorkList | None:
 
 
 @pytest.mark.parametrize("with_tables", [True, False])
-def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
+def test_other_ranks_read_the_step_that_rank_0_sent(with_tables: bool) -> None:
     builder, writer = InputBuilder(16, 8, SIZE), StepWriter(with_tables=with_tables)
     reader = StepReader()
     for plan in PLANS:
         inputs = builder.build(plan)
         work = work_of(inputs)
         reads, changes = StepReads.of(plan.sequences), plan.slot_changes
-        told = RankStep(plan.copies, inputs, work, reads, plan is PLANS[1], slot_changes=changes)
-        read = reader.step(writer.message(told))
+        sent = RankStep(plan.copies, inputs, work, reads, plan is PLANS[1], slot_changes=changes)
+        read = reader.step(writer.message(sent))
         assert read.copies == plan.copies
         assert read.slot_changes == changes
-        assert read.needs_logits == told.needs_logits
+        assert read.needs_logits == sent.needs_logits
         assert same(work, read.work)
         for name in ("starts", "q_lens") + (("tables",) if with_tables else ()):
             if len(inputs.rows):
@@ -86,20 +86,20 @@ def test_others_read_what_rank_0_tells(with_tables: bool) -> None:
             assert same(getattr(inputs, name), getattr(read.inputs, name)), name
         asked = [spec is not None for spec in inputs.samples]
         assert [spec is not None for spec in read.inputs.samples] == asked
-        assert (read.reads is None) == (told.reads is None)
-        if read.reads is not None and told.reads is not None:
-            places = [(i, s.start, s.end) for i, s in told.reads.pools]
+        assert (read.reads is None) == (sent.reads is None)
+        if read.reads is not None and sent.reads is not None:
+            places = [(i, s.start, s.end) for i, s in sent.reads.pools]
             assert [(i, s.start, s.end) for i, s in read.reads.pools] == places
-            rows = [(i, s.start, len(s.targets), s.num_top) for i, s in told.reads.scored]
+            rows = [(i, s.start, len(s.targets), s.num_top) for i, s in sent.reads.scored]
             found = [(i, s.start, len(s.targets), s.num_top) for i, s in read.reads.scored]
             assert found == rows
 
 
-def test_others_read_of_transfers() -> None:
-    """Ids that do not fit are told as ones that do."""
+def test_other_ranks_read_transfers() -> None:
+    """Messages have 32-bit integers. Larger ids are sent modulo 2**31."""
     writer, reader = StepWriter(with_tables=False), StepReader()
     far = 3 * 2**31 + 5
-    for told in (
+    for sent in (
         RankTransfers(),
         RankTransfers(
             (Transfer(4, True, (9, 7, 8), (0, 2, 1)), Transfer(5, False, (6,), (3,), True))
@@ -107,17 +107,18 @@ def test_others_read_of_transfers() -> None:
         RankTransfers((), (1, 2), (4,)),
         RankTransfers((Transfer(far, True, (), ()),), (far,), (far, 1)),
     ):
-        read = reader.step(writer.message(RankStep.of(told)))
+        read = reader.step(writer.message(RankStep.of(sent)))
         assert (read.work, read.reads, read.copies, read.inputs.num_tokens) == (None, None, (), 0)
         assert read.transfers == RankTransfers(
-            tuple(dataclasses.replace(t, transfer_id=t.transfer_id % 2**31) for t in told.begun),
-            tuple(i % 2**31 for i in told.landed),
-            tuple(i % 2**31 for i in told.awaited),
+            tuple(dataclasses.replace(t, transfer_id=t.transfer_id % 2**31) for t in sent.begun),
+            tuple(i % 2**31 for i in sent.landed),
+            tuple(i % 2**31 for i in sent.awaited),
         )
 
 
-def test_a_work_list_is_told_once() -> None:
-    """Steps with the same one are short, and the others get the very same object."""
+def test_a_work_list_is_sent_once() -> None:
+    """Later steps with the same work list send shorter messages. The other ranks reuse the object
+    that they have."""
     builder, writer, reader = InputBuilder(16, 8, SIZE), StepWriter(with_tables=False), StepReader()
     inputs = builder.build(PLANS[1])
     work = work_of(inputs)

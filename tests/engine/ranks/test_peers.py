@@ -1,4 +1,4 @@
-"""Devices that ranks cannot use together, on a machine whose devices are made up."""
+"""Devices that ranks cannot use together, on a machine with made-up devices."""
 
 import ctypes
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from parrot.engine.runner.ranks.group import device_kind, reaches_all
 
 
 class Driver:
-    """A driver that knows four devices. `joined`: pairs with atomics on each other's memory."""
+    """A driver that knows four devices. `joined` has the pairs that support atomics on each other's
+    memory."""
 
     def __init__(self, joined: set[frozenset[int]]) -> None:
         self._joined = joined
@@ -32,13 +33,14 @@ class Driver:
         (Driver({frozenset((1, 2)), frozenset((2, 3)), frozenset((1, 3))}), True),
         (Driver({frozenset((1, 2)), frozenset((1, 3))}), False),
         (Driver(set()), False),
-        (SimpleNamespace(), False),  # it is too old to have been asked for anything of the kind
+        (SimpleNamespace(), False),  # An old driver without this query.
     ],
 )
 def test_memory_is_shared_only_with_atomics(
     monkeypatch: pytest.MonkeyPatch, driver: object, want: bool
 ) -> None:
-    """Devices over PCIe reach each other's memory, too, but what they write there may be torn."""
+    """Devices over PCIe can read each other's memory without atomics, but their writes may be
+    torn."""
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: driver)
     found = [reaches_all(rank, 3, torch.device("cuda", 1 + rank)) for rank in range(3)]
@@ -62,8 +64,9 @@ def test_a_machine_without_the_driver_shares_no_memory(monkeypatch: pytest.Monke
     assert not reaches_all(0, 2, torch.device("cuda", 0))
 
 
-def test_a_kind_is_what_kernels_are_chosen_by(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not the memory, of which the least counts."""
+def test_the_kind_of_a_device_is_what_selects_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of the memory is not part of the kind. Ranks use the smallest memory of all
+    devices."""
     devices = [
         SimpleNamespace(name="A", major=9, minor=0, multi_processor_count=132, total_memory=1),
         SimpleNamespace(name="A", major=9, minor=0, multi_processor_count=132, total_memory=2),

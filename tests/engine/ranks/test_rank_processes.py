@@ -1,4 +1,4 @@
-"""An engine whose ranks are processes, as a whole."""
+"""Whole engines whose ranks are processes."""
 
 import asyncio
 import os
@@ -82,7 +82,8 @@ async def engine(config: BuiltinConfig) -> AsyncIterator[RunnerService]:
 
 
 def requests() -> Iterator[GenerateRequest]:
-    """Two on forks of one context among them; the first repeats a text, and so is drafted."""
+    """The first request has drafts, because its text repeats. The last two requests use forks of
+    its context."""
     for i, sampling in enumerate(SAMPLINGS):
         text = TEXT * 3 if i == 0 else f"{TEXT}{i}"
         yield GenerateRequest.model_validate(
@@ -115,7 +116,7 @@ async def outputs(service: RunnerService) -> list[Any]:
     return [ids, row.ids]
 
 
-async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -> None:
+async def test_two_processes_give_the_answers_of_one_and_exit_together(folder: Path) -> None:
     async with engine(config(folder, 1)) as alone:
         want = await outputs(alone)
     before = {*children(os.getpid())}
@@ -123,11 +124,11 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
         assert divided.runtime_info().num_ranks == 2
         assert await outputs(divided) == want
         (rank,) = {*children(os.getpid())} - before
-        assert own_addresses(rank) == {LOOPBACK}, "others than this machine reach it"
-        told = threading.Event()
-        divided._require_core()._runner._runner.on_lost(told.set)  # type: ignore[attr-defined]
+        assert own_addresses(rank) == {LOOPBACK}, "the rank must listen on loopback only"
+        lost = threading.Event()
+        divided._require_core()._runner._runner.on_lost(lost.set)  # type: ignore[attr-defined]
         os.kill(rank, signal.SIGKILL)
-        assert await asyncio.to_thread(told.wait, 60), "it is lost without a step"
+        assert await asyncio.to_thread(lost.wait, 60), "the loss is noticed without a step"
         assert divided.state() is ServiceState.LOST
         with pytest.raises(Unavailable):
             await divided.generate(next(requests()))
@@ -137,7 +138,7 @@ async def test_two_processes_answer_as_one_does_and_end_together(folder: Path) -
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 async def test_two_processes_have_the_same_window_slots(tmp_path: Path, family: str) -> None:
-    """With so few slots that windows are lost, copied to CPU memory and loaded again."""
+    """There are so few slots that windows are evicted, copied to CPU memory and loaded again."""
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 20}
     folder = make_tiny_model(tmp_path / "model", family, overrides=sizes)
     async with engine(config(folder, 1, num_window_slots=0)) as alone:
@@ -153,7 +154,7 @@ async def test_two_processes_have_the_same_window_slots(tmp_path: Path, family: 
 
 @pytest.mark.usefixtures("forked_ranks")
 def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
-    """What rank 0 waits for ends with it."""
+    """The step on rank 0 ends when the other rank is killed."""
     runner = load_runner(config(folder, 2)).runner
     driver = Driver(runner)
     driver.generate([driver.context([1, 2])], 2)
@@ -162,7 +163,8 @@ def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
     runner._unit._patience_s = 1.0
     (rank,) = forked_modules.running()
     os.kill(rank, signal.SIGSTOP)
-    rescue = threading.Timer(60, os.kill, (rank, signal.SIGKILL))  # or it would outlive this test
+    # Otherwise a stopped rank would outlive this test.
+    rescue = threading.Timer(60, os.kill, (rank, signal.SIGKILL))
     rescue.start()
     with pytest.raises(DeviceLost, match="a step has not ended for 1 s"):
         driver.generate([driver.context([1, 2])], 2)
@@ -172,7 +174,7 @@ def test_a_rank_that_hangs_in_a_step_is_killed(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("forked_ranks")
-def test_what_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -> None:
+def test_a_model_that_cannot_be_divided_is_refused_and_leaves_no_process(folder: Path) -> None:
     with pytest.raises(ConfigError, match="which 3 ranks cannot divide among them; set it to 1, 2"):
         load_runner(config(folder, 3))
     assert not forked_modules.running()
@@ -183,14 +185,14 @@ def test_a_transfer_that_fails_on_another_rank_ends_the_unit(folder: Path) -> No
     layout = KVLayout.of(open_checkpoint(str(folder)).spec, 16, torch.float32)
     runner = load_runner(config(folder, 2, host_kv_gb=4 * layout.block_bytes / GIB)).runner
     assert isinstance(runner, ModelRunner)
-    driver, told = Driver(runner), threading.Event()
-    runner.on_lost(told.set)
+    driver, lost = Driver(runner), threading.Event()
+    runner.on_lost(lost.set)
     runner.transfer([Transfer(1, True, (5,), (3,))])
     assert [one.transfer_id for one in runner.landed(wait=True)] == [1]
     driver.generate([driver.context([1, 2])], 1)
     assert runner._unit is not None
     runner._unit.send(RankStep.of(RankTransfers((Transfer(2, True, (5,), (4,)),))))
-    assert told.wait(60)
+    assert lost.wait(60)
     with pytest.raises(DeviceLost, match="rank 1 has ended"):
         runner.transfer([Transfer(3, True, (5,), (3,))])
     with pytest.raises(DeviceLost, match="rank 1 has ended"):
@@ -208,14 +210,16 @@ LAYOUT, CPU = (
 def test_devices_of_different_kinds_are_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They might choose different kernels and graphs, and then wait for each other for ever."""
-    monkeypatch.setattr(processes, "device_kind", lambda _: "another")  # of this process's rank
+    """Such devices might choose different kernels and graphs, and then wait for each other
+    forever."""
+    # Only the rank in this process.
+    monkeypatch.setattr(processes, "device_kind", lambda _: "another")
     with pytest.raises(ConfigError, match="rank 0 has another, rank 1 cpu"):
         load_runner(config(folder, 2))
     assert not forked_modules.running()
 
 
-def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
+def test_all_ranks_have_the_same_number_of_blocks_and_refuse_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def agreed(free: list[int]) -> list[Any]:
@@ -234,7 +238,7 @@ def test_all_ranks_have_as_many_blocks_and_refuse_to_have_none(
     assert agreed([7, 0, 6]) == [ConfigError] * 3
 
 
-def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
+def test_ranks_divide_the_host_tier_and_refuse_more_than_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     free = 30 * LAYOUT.block_bytes
@@ -260,8 +264,8 @@ def test_all_ranks_share_out_the_host_tier_and_refuse_more_than_is_free(
 
 @pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.slow
-def test_three_processes_make_what_one_does(tmp_path: Path) -> None:
-    """As the embedded model's heads can be divided."""
+def test_three_processes_give_the_tokens_of_one(tmp_path: Path) -> None:
+    """The model has 3 KV heads, as the embedded model, so 3 is its only number of ranks above 1."""
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}
     folder = make_tiny_model(tmp_path / "model", overrides=heads | {"intermediate_size": 96})
     found = []

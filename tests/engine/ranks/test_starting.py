@@ -1,5 +1,5 @@
-"""The start of ranks of which one does not come on: it ends, tells which and where, and leaves
-nothing."""
+"""If one rank stops or exits during the start, the start fails. The error names the rank and its
+activity, and no process stays."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ PATIENCE = timedelta(seconds=5)
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinConfig:
-    """Of an engine whose other rank halts, and is waited for for some seconds."""
+    """An engine whose other rank halts during the start. Ranks wait 5 s for each other."""
     monkeypatch.setattr(processes, "_MODULE", stopped_rank.__name__)
     monkeypatch.setattr(processes, "subprocess", forked_modules.instead_of_subprocess())
     monkeypatch.setattr(unit, "START_PATIENCE", PATIENCE)
@@ -40,7 +40,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BuiltinConfig:
 
 
 def start(config: BuiltinConfig, monkeypatch: pytest.MonkeyPatch, at: str, by: str) -> str:
-    """Why it could not be started."""
+    """The error of a start in which the other rank halts."""
     monkeypatch.setenv(stopped_rank.HALTS_AT, at)
     monkeypatch.setenv(stopped_rank.HALTS_BY, by)
     with pytest.raises(DeviceLost) as caught:
@@ -74,7 +74,7 @@ def test_a_rank_that_stops_while_it_loads_is_named(
 
 
 class Alone(RankGroup):
-    """Of two ranks, in front of the other's end."""
+    """Rank 0 of two ranks. The test plays the other rank."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)
@@ -85,18 +85,18 @@ class Alone(RankGroup):
         self.is_given_up.set()
 
 
-def started(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> tuple[Unit, Link]:
-    """A unit whose other rank has said this, and its link."""
+def started(monkeypatch: pytest.MonkeyPatch, reports: list[str]) -> tuple[Unit, Link]:
+    """A unit whose other rank has reported these activities, and the other end of its link."""
     monkeypatch.setattr(unit, "START_PATIENCE", timedelta(seconds=0.2))
     link, other = Link.pair()
     theirs = Link(other)
-    for doing in said:
+    for doing in reports:
         theirs.send(b'{"doing": "%s"}' % doing.encode())
     return Unit(Alone(), [link], with_tables=True), theirs
 
 
 @pytest.mark.parametrize(
-    ("said", "want"),
+    ("reports", "want"),
     [
         ([], "rank 1 hangs: it has been joining for 0.2 s"),
         (["one"], "rank 1 hangs: it has been one for 0.2 s"),
@@ -104,10 +104,10 @@ def started(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> tuple[Unit, Lin
         (["one", "two", "three"], "rank 0 hangs: it has been two for 0.2 s"),
     ],
 )
-def test_the_rank_that_has_come_least_far_hangs(
-    monkeypatch: pytest.MonkeyPatch, said: list[str], want: str
+def test_the_rank_with_the_least_progress_is_reported_as_hanging(
+    monkeypatch: pytest.MonkeyPatch, reports: list[str], want: str
 ) -> None:
-    own, theirs = started(monkeypatch, said)
+    own, theirs = started(monkeypatch, reports)
     own.report("one")
     own.report("two")
     assert own.why_lost(60) == want
@@ -126,7 +126,7 @@ def test_ranks_that_have_started_may_wait_for_requests(monkeypatch: pytest.Monke
     theirs.close()
 
 
-def test_kernels_that_wait_in_a_start_are_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_wait_during_the_start_are_released(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
     from parrot.engine.kernels.ranks.memory import MemoryLayout
     from tests.support.mapped_memory import lonely_exchanges
@@ -144,7 +144,7 @@ def test_kernels_that_wait_in_a_start_are_let_go(monkeypatch: pytest.MonkeyPatch
     theirs.close()
 
 
-def test_a_process_ends_whose_rank_cannot_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_exits_if_its_rank_cannot_be_released(monkeypatch: pytest.MonkeyPatch) -> None:
     statuses: list[int] = []
     has_ended = threading.Event()
 

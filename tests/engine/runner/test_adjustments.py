@@ -1,4 +1,4 @@
-"""A job's adjustments, updated token by token, are those of counting again."""
+"""The adjustments of a job, updated token by token, equal those of a new count."""
 
 from collections import Counter
 from collections.abc import Sequence

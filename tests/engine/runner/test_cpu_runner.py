@@ -1,4 +1,4 @@
-"""The runner as the control half sees it, on a tiny model."""
+"""The CPU runner, called as the engine core calls it, with a tiny model."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def runner(folder: Path) -> ModelRunner:
     return load_runner(config(folder))[0]
 
 
-def test_what_the_control_half_learns(folder: Path) -> None:
+def test_info_and_tokenizer_of_a_loaded_runner(folder: Path) -> None:
     runner, tokenizer, _ = load_runner(config(folder, max_seq_len=100))
     info = runner.info
     assert (info.num_blocks, info.block_size, info.max_seq_len, info.vocab_size) == (
@@ -79,7 +79,7 @@ def test_an_empty_plan_does_nothing(runner: ModelRunner) -> None:
     assert result.tokens == result.errors == {}
 
 
-def test_only_sequences_that_ask_get_a_token(runner: ModelRunner) -> None:
+def test_only_sequences_with_a_sample_get_a_token(runner: ModelRunner) -> None:
     driver = Driver(runner)
     first, second = driver.context([1, 2, 3]), driver.context([4, 5, 6, 7, 8])
     assert driver.step([(first, 2), (second, 5)]).tokens.keys() == {second.context_id}
@@ -87,7 +87,7 @@ def test_only_sequences_that_ask_get_a_token(runner: ModelRunner) -> None:
     assert driver.step([(driver.context([1, 2]), 1)]).tokens == {}
 
 
-def test_blocks_of_random_ids_and_an_earlier_owner_do_not_matter(runner: ModelRunner) -> None:
+def test_block_ids_and_earlier_contents_of_blocks_do_not_matter(runner: ModelRunner) -> None:
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7], list(range(30))]
     clean = Driver(runner, seed=1)
     want = clean.generate([clean.context(p) for p in prompts], 20)
@@ -95,9 +95,9 @@ def test_blocks_of_random_ids_and_an_earlier_owner_do_not_matter(runner: ModelRu
     assert dirty.generate([dirty.context(p) for p in prompts], 20) == want
 
 
-def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
-    """A plan is used again while contexts grow; sharing or not, all get the tokens they get
-    alone."""
+def test_forks_decode_for_longer_than_a_plan_is_valid(folder: Path) -> None:
+    """The planner reuses a plan while contexts grow. With and without shared reads, each fork gets
+    the tokens that it gets alone."""
     model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     outputs = []
     for gate in (SHARE_ALL, None):
@@ -115,8 +115,8 @@ def test_forks_decode_for_longer_than_a_plan_lasts(folder: Path) -> None:
     assert all(output == outputs[0] for output in outputs)
 
 
-def test_contexts_that_take_turns_in_few_rows(folder: Path) -> None:
-    """More contexts than the block table has rows for."""
+def test_contexts_take_turns_in_a_small_block_table(folder: Path) -> None:
+    """There are more contexts than rows in the block table."""
     model = load_decoder(open_checkpoint(str(folder)), torch.float32, torch.device("cpu"))
     few, many = (Driver(ModelRunner(model, 64, 4, CpuOptions(max_rows=rows))) for rows in (1, 8))
     prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9, 10]]
@@ -130,8 +130,9 @@ def test_contexts_that_take_turns_in_few_rows(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_nan_of_one_job_is_its_error_and_nobody_elses(folder: Path, kv: str) -> None:
-    """Its blocks are full of NaN when they are given to others; that must not matter either."""
+def test_nan_in_one_job_fails_only_that_job(folder: Path, kv: str) -> None:
+    """The blocks of the failed job are full of NaN when other contexts receive them. The tokens of
+    these contexts must not change."""
     runner = load_runner(config(folder, num_kv_cache_blocks=9, kv_cache_dtype=kv))[0]
     driver = Driver(runner)
     want = driver.generate([driver.context([5, 6, 7])], 10)
@@ -195,7 +196,7 @@ def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch)
     assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
 
 
-def test_settings_that_cannot_be_met(folder: Path) -> None:
+def test_settings_without_support_on_this_machine_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match="triton"):
         load_runner(config(folder, attn_func="triton"))
     if not torch.cuda.is_available():

@@ -103,7 +103,8 @@ WEIGHTS = {
     "four bits": Weights.KEPT,
     "GGUF types": Weights.KEPT,
 }
-# q, k and v become codes of eight bits with offsets, out has signed codes, and the rest four bits.
+# q, k and v become 8-bit codes with offsets and out becomes signed codes. The other matrices become
+# 4-bit codes.
 GGUF_TYPES = {"attn_v": Kind.Q8_0, "attn_o": Kind.Q8_0, "blk": Kind.Q4_1}
 
 
@@ -126,7 +127,8 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
         name, _, kind = family.partition(" in ")
         overrides = OVERRIDES[name]
         if kind == "four bits":
-            overrides = overrides | {"hidden_size": 64, "intermediate_size": 96}  # Whole groups.
+            # The sizes are whole groups.
+            overrides = overrides | {"hidden_size": 64, "intermediate_size": 96}
         path = make_tiny_model(folder / family, name, overrides=overrides)
         if kind == "four bits":
             quantise_folder(path, folder / kind / name, "awq", 32)
@@ -137,7 +139,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
         checkpoint = open_checkpoint(str(path))
         cpu = torch.device("cpu")
         weights = WEIGHTS[kind]
-        with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
+        with pytest.MonkeyPatch.context() as patch:  # The kernels read plain weights.
             patch.setattr(decoder, "make_linear", PlainLinear)
             patch.setattr(decoder, "packed_linear", packed_as_on_a_gpu)
             patch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
@@ -178,7 +180,7 @@ def make_runners(model_of: Callable[[str], Decoder]) -> MakeRunners:
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that a few programs fill, so that warming up is a matter of seconds."""
+    """A device that few programs fill, so that the warm-up takes seconds."""
     monkeypatch.setattr(warm_up, "config_for", lambda _: KernelConfig(deep_resident=4))
 
 
@@ -191,7 +193,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     ("family", "quantised"),
     [
         *itertools.product(OVERRIDES, (False,)),
-        # Each kind of attention. The other families differ outside of the KV.
+        # One family for each kind of attention. The other families do not differ in their KV.
         *itertools.product(("llama", "mistral", "gemma2", "gemma3", "qwen3"), (True,)),
         *((f"{family} in e4m3", False) for family in ("llama", "gemma3")),
         *((f"{family} in four bits", False) for family in ("llama", "gemma3")),
@@ -199,9 +201,9 @@ def random_prompts(*lengths: int) -> list[list[int]]:
     ],
 )
 def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:
-    """Prompts at once and in chunks; one sequence takes the path of a batch of one. Prompts of more
-    rows than the kernels for few rows take are also those of
-    `test_log_probabilities_of_prompts`, in plain numbers."""
+    """Prompts run at once and in chunks. A single sequence takes the path for a batch of one. In
+    plain numbers, all prompts fit the kernels for few rows; `test_log_probabilities_of_prompts`
+    covers longer ones."""
     is_plain = not quantised and " in " not in family
     prompts = random_prompts(5, 17, 9) if is_plain else random_prompts(5, 29, 17)
     plain, own = (Driver(runner) for runner in make_runners(family, quantised=quantised))
@@ -222,10 +224,10 @@ def check_sums(want: Any, own: Any) -> None:
 
 @pytest.mark.parametrize("family", OVERRIDES)
 @pytest.mark.parametrize("lengths", [(5, 9, 1), (1, 1)])
-def test_sums_of_hidden_states(
+def test_sums_of_hidden_states_next_to_sampling(
     make_runners: MakeRunners, family: str, lengths: tuple[int, ...]
 ) -> None:
-    """Of few rows, and of single tokens, beside a sequence that samples."""
+    """Sums over few rows and over single tokens, in a step with a sequence that samples."""
     found = []
     for driver in map(Driver, make_runners(family)):
         contexts = [driver.context(p) for p in random_prompts(*lengths)]
@@ -240,8 +242,8 @@ def test_sums_of_hidden_states(
 
 @pytest.mark.parametrize("family", OVERRIDES)
 def test_log_probabilities_of_prompts(make_runners: MakeRunners, family: str) -> None:
-    """Of few rows and of more than a slice, and of none, beside a sum and a sequence that
-    samples: a step of more rows than the kernels for few rows take."""
+    """Ranges of few rows, of more rows than a slice, and of no rows, in a step with a sum and a
+    sequence that samples. The step has more rows than the kernels for few rows take."""
     found = []
     sums, tokens = [], []
     for driver in map(Driver, make_runners(family)):
@@ -291,7 +293,7 @@ def test_forks_with_and_without_sharing(
 
 
 class Launches:
-    """Stands for a kernel; keeps each kind of arguments that would be compiled separately."""
+    """Replaces a kernel. Records each kind of arguments that Triton would compile separately."""
 
     def __init__(self, seen: set[Any]) -> None:
         self._seen = seen
@@ -311,7 +313,7 @@ def _specialised(argument: Any) -> Any:
 
 
 @pytest.mark.usefixtures("small_device")
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the values of padding are not defined
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Values of padding are undefined.
 def test_products_of_any_few_rows_are_warm(
     make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +337,8 @@ def test_products_of_any_few_rows_are_warm(
 
 
 def core_answers(runner: StepRunner, samplings: list[ResolvedSampling]) -> list[GenerateResponse]:
-    """Of requests of different lengths; the last one comes when the others generate."""
+    """The answers to requests of different lengths. The last request arrives while the others
+    decode."""
     tokenizer = plain_byte_tokenizer(259)
     grammars = GrammarCompiler.of(tokenizer, 259)
     assert grammars is not None
@@ -368,14 +371,14 @@ def core_outputs(runner: StepRunner, samplings: list[ResolvedSampling]) -> list[
     return [answer.generated_ids for answer in core_answers(runner, samplings)]
 
 
-# Tokens that come again and again.
+# Tokens that repeat often.
 FEW = {"logit_bias": {7: 50.0, 8: 49.3, 9: 48.9}}
 DRAWN: list[dict[str, Any]] = [{"temperature": 0.9, "top_p": 0.9}]
 PENALIZED: list[dict[str, Any]] = [
     {"frequency_penalty": 2.0, "repetition_penalty": 1.5, **FEW},
     {},
 ]
-# The first of each two tokens says what the second may be.
+# The regex decides with each first letter which letters may follow.
 CONSTRAINED: list[dict[str, Any]] = [
     {"temperature": 0, "regex": "([a-m][A-M]|[n-z][N-Z])+", "frequency_penalty": 2.0},
     {"temperature": 1.5, "top_k": 5},
@@ -400,7 +403,7 @@ def test_steps_launched_ahead_under_the_engine_core(
     overlap: bool,
     fields: list[dict[str, Any]],
 ) -> None:
-    """Tokens go from step to step on the device, and count there if they are penalized."""
+    """Tokens go from step to step on the device. Penalties count them there."""
     plain, own = make_runners("llama")
     own._overlap = overlap
     pending: list[int] = []
@@ -426,7 +429,7 @@ def test_steps_launched_ahead_under_the_engine_core(
 def test_window_slots_under_the_engine_core(
     make_runners: MakeRunners, family: str, quantised: bool, size: int
 ) -> None:
-    """The slots are NaN at first, so that a read outside of the windows changes the tokens."""
+    """The slots are NaN at first, so that a read outside the windows would change the tokens."""
     plain, own = make_runners(family, SHARE_ALL, quantised=quantised, size=size, num_slots=9)
     assert own.info.window is not None
     for tensor in own._cache.slot_tensors:
@@ -436,7 +439,8 @@ def test_window_slots_under_the_engine_core(
 
 
 def windowed_outputs(runner: StepRunner, size: int) -> list[list[int]]:
-    """The outputs of a context and of forks inside its prompt, all longer than the window."""
+    """The outputs of a context and of forks inside its prompt. All contexts are longer than the
+    window."""
     language = Language.of(plain_byte_tokenizer(259))
     core = EngineCore(BuiltinConfig(), runner, language, MonotonicClock())
     (prompt,) = random_prompts(3 * size)
@@ -459,8 +463,8 @@ def windowed_outputs(runner: StepRunner, size: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_log_probabilities(make_runners: MakeRunners, overlap: bool) -> None:
-    """Of the logits before they are changed in place, beside a row that wants none, and of steps
-    that are launched ahead."""
+    """Log probabilities come from the logits before adjustments change them in place. One row
+    requests none, and steps are launched ahead."""
     plain, own = make_runners("llama")
     own._overlap = overlap
     samplings = [
@@ -500,10 +504,10 @@ def test_steps_without_log_probabilities_copy_no_logits(
     assert scored == [1] * 4
 
 
-def test_a_step_that_fails_while_its_kernels_are_launched(
+def test_a_failed_launch_repeats_the_step_and_gives_the_same_tokens(
     make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its successor may have been launched before that is known."""
+    """The next step may have been launched before the failure is known."""
     plain, own = make_runners("llama")
     samplings = [ResolvedSampling(temperature=0, frequency_penalty=2.0, **FEW)] * 3
     want = core_outputs(plain, samplings)
@@ -513,7 +517,7 @@ def test_a_step_that_fails_while_its_kernels_are_launched(
         nonlocal calls
         calls += 1
         if calls in (2, 7):
-            raise torch.OutOfMemoryError("no room")
+            raise torch.OutOfMemoryError("out of memory")
         return forward(*arguments)
 
     monkeypatch.setattr(own.computer, "_forward", fail)
@@ -531,7 +535,8 @@ SAMPLINGS = [
 
 
 def test_sampled_tokens_in_mixed_steps(make_runners: MakeRunners) -> None:
-    """Rows of all kinds, with and without a prompt, one of which must not sample."""
+    """Rows with different samplings, with and without a prompt in the step. In the last step, one
+    row does not sample."""
     outputs: list[list[dict[int, int]]] = []
     for runner in make_runners("llama"):
         driver = Driver(runner)
@@ -551,7 +556,7 @@ def test_sampled_tokens_in_mixed_steps(make_runners: MakeRunners) -> None:
     assert outputs[0] == outputs[1]
 
 
-def test_nan_is_one_jobs_error(make_runners: MakeRunners) -> None:
+def test_nan_fails_only_its_own_job(make_runners: MakeRunners) -> None:
     _, own = make_runners("llama")
     driver = Driver(own)
     good, bad = driver.context([5, 6, 7]), driver.context(list(range(20)))

@@ -1,4 +1,4 @@
-"""A failed step and a lost device are told apart by asking the device."""
+"""After an error, the device is queried to distinguish a failed step from a lost device."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_a_device_that_answers_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> N
         fail(torch.device("cpu"))
 
 
-def test_a_device_that_fails_at_everything_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_fails_every_call_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: torch.device) -> None:
         raise RuntimeError("an illegal memory access")
 

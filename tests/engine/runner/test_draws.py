@@ -1,4 +1,4 @@
-"""Draws follow the samples of their step."""
+"""The settings and adjustments of draws match the samples of their step."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ class Builder:
         return self.draws.build(self.inputs.build(plan))
 
 
-def test_what_it_takes_to_choose_a_token():
+def test_the_operations_that_choosing_a_token_needs():
     def choice(**changes: object) -> int:
         sampling = ResolvedSampling.model_validate({"temperature": 0, **changes})
         plan = StepPlan((SequenceStep(1, [1], 0, [0], SampleSpec(1, sampling, 0, 1)),))
@@ -48,7 +48,7 @@ def test_what_it_takes_to_choose_a_token():
     assert choice(temperature=1.0, logit_bias={3: 1.0}) == ADJUSTED | DRAWN
 
 
-def test_settings_follow_the_samples():
+def test_settings_match_the_samples():
     drawn, greedy = ResolvedSampling(temperature=0.5, top_k=9), ResolvedSampling(temperature=0)
     builder = Builder()
 
@@ -68,7 +68,7 @@ def test_settings_follow_the_samples():
 
 
 class Adjusted:
-    """A step of contexts with one token each, and what becomes of their logits."""
+    """Builds steps of contexts with one token each, and keeps the adjustments of their logits."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -87,7 +87,7 @@ class Adjusted:
         ]
 
 
-def test_adjustments_are_of_the_rows_that_want_them() -> None:
+def test_only_rows_with_penalties_are_adjusted() -> None:
     frequency, both = (
         ResolvedSampling(frequency_penalty=0.5),
         ResolvedSampling(repetition_penalty=1.2, presence_penalty=0.1),
@@ -112,7 +112,7 @@ def test_adjustments_are_of_the_rows_that_want_them() -> None:
 
 
 def test_a_job_does_not_inherit_the_counts_of_another() -> None:
-    """Both belong to one context, with the same configuration or another one."""
+    """Both jobs use the same context, with equal and with different configurations."""
     config, other = ResolvedSampling(frequency_penalty=0.5), ResolvedSampling(frequency_penalty=0.6)
     step = Adjusted()
     step.step(SampleSpec(1, config, 0, 3, [5, 5], [5, 5]))

@@ -1,4 +1,5 @@
-"""The embedded model's greedy output is that of transformers, however the work is cut up."""
+"""The embedded model's greedy output equals that of transformers, however its tokens are split into
+steps."""
 
 import functools
 import itertools
@@ -42,14 +43,14 @@ TEXTS = [
     "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\nThe",
     "<|im_start|>user\nWrite a short poem about rain.<|im_end|>\n<|im_start|>assistant\n",
 ]
-PROMPT_LENGTH = 11  # prompts of one length are one batch without padding
+PROMPT_LENGTH = 11  # Prompts of one length form a batch without padding.
 
 
 @dataclass
 class Golden:
     prompts: list[list[int]]
     outputs: list[list[int]]
-    logits: torch.Tensor  # [prompts, tokens, vocab]
+    logits: torch.Tensor  # Shape: [prompts, tokens, vocab].
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def model(checkpoint: Checkpoint) -> Decoder:
 
 @pytest.fixture(scope="module")
 def runner(model: Decoder) -> ModelRunner:
-    """With compiled kernels from the first step on."""
+    """A runner with compiled kernels from the first step."""
     kernels = start_loading("float32")
     assert kernels is not None
     kernels.result()
@@ -87,7 +88,7 @@ def any_runner(model: Decoder, request: pytest.FixtureRequest) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def golden(checkpoint: Checkpoint) -> Golden:
-    """transformers' `generate` on the weights that the engine dequantized."""
+    """The output of transformers' `generate` with the weights that the engine dequantized."""
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     prompts = [tokenizer.encode(text).ids[:PROMPT_LENGTH] for text in TEXTS]
     weights = {name: checkpoint.take(name) for name in checkpoint.plans}
@@ -127,7 +128,7 @@ def test_filled_in_chunks_of_7(any_runner: ModelRunner, golden: Golden) -> None:
 
 
 def test_forked_from_a_shared_context(any_runner: ModelRunner, golden: Golden) -> None:
-    """A fork of each prompt's context: near its beginning, in the middle, or all but a token."""
+    """A fork of each prompt's context: after 2 tokens, in the middle, or before the last token."""
     driver = Driver(any_runner)
     contexts = []
     lengths = itertools.cycle((2, PROMPT_LENGTH // 2, PROMPT_LENGTH - 1))
@@ -143,7 +144,7 @@ def test_forked_from_a_shared_context(any_runner: ModelRunner, golden: Golden) -
 def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
     model: Decoder, golden: Golden
 ) -> None:
-    """A prefix of 320 tokens, then forks that decode together: with and without sharing."""
+    """Forks of a prefix of 320 tokens decode together, with and without shared reads."""
     rng = random.Random(1)
     prefix = [token for _ in range(32) for token in rng.choice(golden.prompts)[:10]]
     outputs = []
@@ -161,7 +162,8 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
 
 
 def test_after_a_preemption(any_runner: ModelRunner, golden: Golden) -> None:
-    """Half of the contexts lose their KV in the middle and are computed again from their tokens."""
+    """Half of the contexts lose their KV after 4 tokens. The runner computes it again from their
+    tokens."""
     driver = Driver(any_runner)
     contexts = [driver.context(prompt) for prompt in golden.prompts]
     first = driver.generate(contexts, 4)
@@ -172,7 +174,7 @@ def test_after_a_preemption(any_runner: ModelRunner, golden: Golden) -> None:
 
 
 class CountingRunner:
-    """The runner, and how many tokens it has computed."""
+    """Counts the tokens that the runner computes."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
@@ -195,8 +197,8 @@ def answers_of(
     resumed: Sequence[Sequence[int]] = (),
     **config: int,
 ) -> list[GenerateResponse]:
-    """The answers of an engine core for prompts that arrive together, which end with what is
-    `resumed` of the outputs."""
+    """The answers of an engine core to prompts that arrive together. `resumed` has the first tokens
+    of each output; each prompt ends with them."""
     core = EngineCore(BuiltinConfig(**config), runner, language(), MonotonicClock())
     outcomes: list[list[object]] = [[] for _ in requests]
     for i, (prompt, sampling) in enumerate(requests):
@@ -212,21 +214,21 @@ def answers_of(
     return answers
 
 
-BEGUN: list[dict[str, Any]] = [
+RESUMED_FIELDS: list[dict[str, Any]] = [
     {"temperature": 0, "frequency_penalty": 1.5, "presence_penalty": 1.0},
     {"temperature": 0, "repetition_penalty": 1.3, "stop_str": "xyz"},
     {"temperature": 1.2, "top_p": 0.9, "seed": 5, "frequency_penalty": 2.0},
 ]
 
 
-def test_an_output_that_began_elsewhere_goes_on_as_if_here(
+def test_an_output_that_started_on_another_engine_continues_identically(
     runner: ModelRunner, golden: Golden
 ) -> None:
     tokenizer = language().tokenizer
     prompt = golden.prompts[0]
     samplings = [
         SamplingConfig(max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, **fields)
-        for fields in BEGUN
+        for fields in RESUMED_FIELDS
     ]
     whole = answers_of(runner, [(prompt, sampling) for sampling in samplings])
     for num_first in (1, 4):
@@ -249,7 +251,8 @@ def complete(
 
 
 def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
-    """A pool for half of the contexts: the core takes KV from some to let others end."""
+    """The pool holds half of the contexts, so the core must preempt some for the others to
+    finish."""
     counting = CountingRunner(runner)
     num_tokens = NUM_TOKENS
     capacity = 3 * (PROMPT_LENGTH + num_tokens)
@@ -258,12 +261,12 @@ def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> No
     want = [output[:num_tokens] for output in golden.outputs]
     assert complete(counting, requests, tokens_capacity=capacity) == want
     num_needed = len(golden.prompts) * (PROMPT_LENGTH + num_tokens - 1)
-    assert counting.num_tokens > num_needed + 20, "nobody was preempted"
+    assert counting.num_tokens > num_needed + 20, "no context was preempted"
 
 
 @pytest.mark.parametrize("config", [{}, {"fill_chunk_size": 4}, {"tokens_capacity": 64}])
 def test_log_probabilities(runner: ModelRunner, golden: Golden, config: dict[str, int]) -> None:
-    """In one step and in chunks, and of tokens whose KV was lost and computed again."""
+    """In one step and in chunks, and for tokens whose KV was evicted and computed again."""
     sampling = SamplingConfig(
         temperature=0, max_gen_length=NUM_TOKENS, ignore_tokenizer_eos=True, logprobs=5
     )

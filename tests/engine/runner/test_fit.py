@@ -1,4 +1,4 @@
-"""Models that exceed the memory of their device are refused before they are loaded."""
+"""Models that do not fit the memory of their device are refused before they are loaded."""
 
 import logging
 from dataclasses import replace
@@ -16,7 +16,7 @@ from parrot.utils.config import ConfigError
 
 GIB = 1 << 30
 SPEC = open_checkpoint("llama-3.1-8b", dummy=True).spec
-LAYOUT = KVLayout.of(SPEC, 64, torch.bfloat16)  # 8 MiB in a block
+LAYOUT = KVLayout.of(SPEC, 64, torch.bfloat16)  # A block takes 8 MiB.
 ONE = KvSizes(LAYOUT, 1)
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
@@ -42,7 +42,7 @@ def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         require_fit("big", SPEC, many, BuiltinInstance(), GPU)
     require_fit(
         "big", SPEC, many, BuiltinInstance(), CPU
-    )  # Pages of CPU memory are taken when written.
+    )  # The OS reserves pages of CPU memory at their first write.
 
 
 def test_what_fits_is_reported(

@@ -1,4 +1,4 @@
-"""The capacities for which graphs are captured."""
+"""The capacities of captured CUDA graphs."""
 
 import pytest
 
@@ -28,7 +28,9 @@ def decodes(num_rows: int, length: int) -> WorkList:
 
 
 @pytest.mark.parametrize(("num_rows", "counts"), [(8, False), (16, True), (64, False)])
-def test_even_plans_have_rooms_of_their_own_where_it_counts(num_rows: int, counts: bool) -> None:
+def test_even_plans_have_a_capacity_of_their_own_if_it_is_faster(
+    num_rows: int, counts: bool
+) -> None:
     capacities, size = GraphCapacities(SHAPE, SPLIT), StepSize(num_rows)
     even = decodes(num_rows, 2000)
     assert even.narrow_is_even
@@ -40,14 +42,14 @@ def test_even_plans_have_rooms_of_their_own_where_it_counts(num_rows: int, count
     assert capacities.of(size, uneven) == replace(room, is_even=False)
 
 
-def test_no_room_for_what_no_graph_has() -> None:
+def test_plans_that_no_graph_supports_have_no_capacity() -> None:
     capacities, work = GraphCapacities(SHAPE, SPLIT), decodes(8, 100)
     assert capacities.of(StepSize(8), work) is not None
     assert capacities.of(StepSize(8), replace(work, dense=((0, 4096),))) is None
     assert capacities.of(StepSize(4), work) is None
 
 
-def test_only_plans_that_convert_pages_take_rooms_that_do() -> None:
+def test_only_plans_that_convert_pages_get_a_capacity_for_conversions() -> None:
     split = SplitConfig(converted_pages=1000)
     shape = AttentionShape(32, 8, 64, 64, number_bytes=1)
     capacities, size = GraphCapacities(shape, split), StepSize(128, 8)
@@ -64,7 +66,7 @@ def test_only_plans_that_convert_pages_take_rooms_that_do() -> None:
 
 
 @pytest.mark.parametrize("number_bytes", [1, 2])
-def test_plans_to_capture_fit_their_rooms_with_pages_to_convert_and_without(
+def test_captured_plans_fit_their_capacity_with_and_without_converted_pages(
     number_bytes: int,
 ) -> None:
     shape = AttentionShape(32, 8, 64, 64, number_bytes)

@@ -1,4 +1,4 @@
-"""After every step the device's block table equals the plan's."""
+"""After every step, the device's block table equals the blocks of the plan."""
 
 import random
 
@@ -22,7 +22,7 @@ def sequence(
 
 
 class Device:
-    """Applies the changes as the device would."""
+    """Applies the changes as the device does."""
 
     def __init__(self, builder: InputBuilder, rows: int) -> None:
         self.builder = builder
@@ -54,7 +54,7 @@ def test_arrays_of_a_mixed_step():
     assert not inputs.only_decodes
 
 
-def test_pending_tokens_and_whose_they_are():
+def test_pending_tokens_and_their_contexts():
     device = Device(InputBuilder(4, 8, SIZE), 4)
     before = device.step(
         sequence(7, 5, [10], [3, 1], job=70),
@@ -93,7 +93,7 @@ def test_a_copied_last_block_keeps_the_version_and_other_changes_do_not():
     assert first.versions == copied.versions != moved.versions
 
 
-def test_a_list_that_its_owner_changes_later_is_not_trusted():
+def test_a_list_of_blocks_may_change_after_the_step():
     device = Device(InputBuilder(4, 8, SIZE), 4)
     blocks = [3]
     device.step(sequence(7, 0, [1, 2], blocks))
@@ -101,7 +101,7 @@ def test_a_list_that_its_owner_changes_later_is_not_trusted():
     assert device.step(sequence(7, 2, [1, 2, 3], blocks)).changed_to.tolist() == [3, 5]
 
 
-def test_rows_of_absent_contexts_are_taken():
+def test_rows_of_contexts_that_are_not_in_the_step_are_reused():
     device = Device(InputBuilder(2, 4, SIZE), 2)
     device.step(sequence(1, 0, [1], [1]), sequence(2, 0, [1], [2]))
     device.step(sequence(3, 0, [1], [3]), sequence(2, 1, [1], [2]))
@@ -119,7 +119,8 @@ def test_everything_is_sent_again_after_a_failure():
 @settings(max_examples=40)
 @given(st.integers(0, 2**32))
 def test_random_steps(seed: int) -> None:
-    """Contexts grow, are forked, lose blocks, and go; ids are used again for other contexts."""
+    """Contexts grow, change their last block, or start again with no blocks. There are more
+    contexts than rows."""
     rng = random.Random(seed)
     device = Device(InputBuilder(6, 16, SIZE), 6)
     contexts: dict[int, tuple[int, list[int]]] = {}

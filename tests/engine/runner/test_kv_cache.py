@@ -32,7 +32,7 @@ def test_the_pool_has_the_size_that_is_reported() -> None:
     assert not cache.pools[0].any()
 
 
-def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
+def test_a_copy_fills_the_first_slots_and_clears_the_rest() -> None:
     cache = filled_cache()
     before = cache.pools[0].clone()
     cache.prepare([BlockCopy(source=1, target=4, num_tokens=3)], NONE)
@@ -42,7 +42,7 @@ def test_a_copy_takes_the_first_slots_and_clears_the_rest() -> None:
     assert torch.equal(cache.pools[0][:, :, :, others], before[:, :, :, others])
 
 
-def test_the_tensors_of_a_block_are_all_that_it_holds() -> None:
+def test_the_tensors_of_a_block_hold_all_its_bytes() -> None:
     for layout, paged in itertools.product((LAYOUT, QUANTISED), (False, True)):
         cache = KVCache(layout, 6, CPU, paged=paged)
         blocks = [tensor[:, :, :, 4] for tensor in cache.block_tensors]
@@ -80,7 +80,7 @@ def test_copies_come_before_fresh_blocks_are_cleared() -> None:
     assert not cache.pools[0][:, :, :, 3].any()
 
 
-def test_what_an_earlier_owner_left_is_gone_even_if_it_was_nan() -> None:
+def test_earlier_contents_are_cleared_even_if_they_are_nan() -> None:
     cache = KVCache(LAYOUT, 3, CPU)
     cache.pools[0].fill_(float("nan"))
     cache.prepare([BlockCopy(0, 1, 0)], np.array([2]))
@@ -98,7 +98,7 @@ def test_the_default_size_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -
     assert blocks(1000 * MIB, 4) == 250 * MIB // 4 // LAYOUT.block_bytes
 
 
-def test_memory_is_known_where_proc_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_memory_is_known_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kv_cache.available_memory() > MIB
 
     def unreadable(self: Path) -> str:

@@ -1,5 +1,4 @@
-"""Log probabilities are those of transformers, whatever else chooses a token and however the work
-is cut up."""
+"""Log probabilities equal those of transformers, however tokens are chosen and split into steps."""
 
 from array import array
 from pathlib import Path
@@ -56,7 +55,7 @@ def test_rows_are_looked_up_in_the_softmax(num_rows: int, num_top: int, seed: in
         assert values[1:] == pytest.approx(want[row][list(ids[1:])].tolist(), abs=1e-5)
 
 
-def test_nothing_that_chooses_a_token_changes_them() -> None:
+def test_sampling_settings_do_not_change_log_probabilities() -> None:
     logits = 4 * torch.randn(5, 60, generator=torch.Generator().manual_seed(0))
     want = torch.log_softmax(logits, dim=-1)
     specs = [
@@ -74,7 +73,7 @@ def test_nothing_that_chooses_a_token_changes_them() -> None:
     assert result.scores[2].ids[0] == 3
 
 
-def test_a_row_that_is_not_finite_costs_the_others_nothing() -> None:
+def test_a_row_that_is_not_finite_does_not_affect_the_others() -> None:
     logits = torch.randn(3, 40)
     logits[1, 7] = float("nan")
     specs = [SampleSpec(i, ResolvedSampling(temperature=0, logprobs=1), 0, 0) for i in range(3)]
@@ -87,8 +86,8 @@ def test_a_row_that_is_not_finite_costs_the_others_nothing() -> None:
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_batch_under_the_engine_core(tmp_path: Path, family: str, chunk: int | None) -> None:
-    """Prompts in chunks, of different lengths and beside others' tokens, some of which want none;
-    forks, and a pool so small that somebody gives way."""
+    """Prompts of different lengths, in chunks and in steps with other tokens. One request wants no
+    log probabilities, one forks a context, and the pool is so small that contexts are preempted."""
     path = make_tiny_model(tmp_path / family, family)
     model = load_decoder(open_checkpoint(str(path)), torch.float32, torch.device("cpu"))
     language = Language.of(plain_byte_tokenizer(259))

@@ -1,4 +1,4 @@
-"""Which CUDA device a rank takes, on a machine whose devices are made up."""
+"""The CUDA device of each rank, on a machine with made-up devices."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ class MadeUpMember:
         self.group = RankGroup(rank, size)
 
     def join(self, device: torch.device, layout: MemoryLayout | None, *, with_tables: bool) -> None:
-        raise AssertionError("nobody joins")
+        raise AssertionError("no rank may join")
 
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """What becomes the current device of the thread; there are four."""
+    """The devices that become the current device of the thread. The machine has four."""
     found: list[torch.device] = []
 
     def choose(device: torch.device) -> None:
@@ -40,21 +40,23 @@ def config(device: str, ranks: int = 1) -> BuiltinConfig:
 
 
 @pytest.mark.parametrize(("name", "index"), [("auto", 0), ("cuda", 0), ("cuda:2", 2)])
-def test_one_rank_takes_the_device_that_is_configured(
+def test_one_rank_uses_the_configured_device(
     chosen: list[torch.device], name: str, index: int
 ) -> None:
     assert rank_device(config(name), None) == torch.device("cuda", index)
     assert chosen == [torch.device("cuda", index)]
 
 
-def test_ranks_take_the_devices_that_follow_the_configured_one(chosen: list[torch.device]) -> None:
+def test_ranks_use_consecutive_devices_from_the_configured_one_on(
+    chosen: list[torch.device],
+) -> None:
     settings = config("cuda:1", 3)
     found = [rank_device(settings, MadeUpMember(rank, 3)) for rank in range(3)]
     assert found == chosen == [torch.device("cuda", index) for index in (1, 2, 3)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("cuda:4", 1), ("cuda:3", 2)])
-def test_devices_that_are_not_there_are_refused(
+def test_devices_that_do_not_exist_are_refused(
     chosen: list[torch.device], name: str, ranks: int
 ) -> None:
     member = None if ranks == 1 else MadeUpMember(0, ranks)

@@ -1,4 +1,4 @@
-"""Sampling: what each field does, and that rows never influence each other."""
+"""The effect of each sampling field, and that rows never influence each other."""
 
 from collections import Counter
 from typing import Any
@@ -62,8 +62,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: set[in
     assert set(draw(np.log([0.3, 0.1, 0.6]).tolist(), top_p=top_p)) == kept
 
 
-def test_top_p_counts_in_what_top_k_left() -> None:
-    """0.4, 0.3 | 0.2, 0.1: of the two best, the first alone has 57 %."""
+def test_top_p_applies_to_the_tokens_that_top_k_keeps() -> None:
+    """The probabilities are 0.4, 0.3, 0.2 and 0.1. Of the two best tokens, the first has 57%."""
     logits = np.log([0.4, 0.3, 0.2, 0.1]).tolist()
     assert set(draw(logits, top_k=2, top_p=0.55)) == {0}
     assert set(draw(logits, top_k=2, top_p=0.6)) == {0, 1}
@@ -82,7 +82,7 @@ def test_min_p_is_relative_to_the_best() -> None:
 
 
 def test_top_p_over_a_flat_large_vocabulary_is_exact() -> None:
-    """More candidates than are looked at first."""
+    """The nucleus has more tokens than the sampler's first candidates."""
     rows = torch.zeros(300, 5000)
     rows[:, :2500] = 1e-3
     result = sample(rows, [spec(i, position=i, top_p=0.5) for i in range(300)])
@@ -124,7 +124,9 @@ def test_logit_bias() -> None:
 
 @pytest.mark.parametrize("fields", [GREEDY, {}, {"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 2}])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_bad_numbers_fail_their_own_job_only(fields: dict[str, Any], bad: float) -> None:
+def test_logits_that_are_not_finite_fail_only_their_own_job(
+    fields: dict[str, Any], bad: float
+) -> None:
     rows = torch.tensor([[1.0, 2.0, 9.0], [1.0, bad, 3.0], [9.0, 2.0, 1.0]])
     result = sample(rows, [spec(10, **GREEDY), spec(11, **fields), spec(12, **GREEDY)])
     assert result.tokens == {10: 2, 12: 0}
@@ -167,7 +169,7 @@ def test_a_row_is_the_same_in_every_batch(
 
 
 def test_equal_logits_are_kept_together() -> None:
-    """The limit is the last of the k best, or the last that reaches p."""
+    """The limit is the last of the k best tokens, or the token at which the sum reaches p."""
     assert set(draw([2.0, 1.0, 1.0, 0.0], top_k=2)) == {0, 1, 2}
     assert set(draw([1.0] * 8, top_k=1 + 1)) == set(range(8))
     assert set(draw([1.0, 1.0, 0.0], top_p=0.3)) == {0, 1}

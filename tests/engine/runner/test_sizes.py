@@ -1,4 +1,4 @@
-"""How the memory for KV is divided in models with sliding windows."""
+"""How models with sliding windows divide the memory for KV."""
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ from parrot.engine.runner.sizes import KvMemory
 from parrot.utils.config import ConfigError
 
 GIB = 1 << 30
-MISTRAL = KNOWN_SHAPES["mistral-7b"] | {"sliding_window": 4096}  # As version 0.1.
+# The window of Mistral 7B version 0.1.
+MISTRAL = KNOWN_SHAPES["mistral-7b"] | {"sliding_window": 4096}
 
 
 def memory_of(shape: str | dict, *, batch: int = 256, **instance: object) -> KvMemory:
@@ -43,7 +44,7 @@ def test_contexts_of_eight_windows_fill_blocks_and_slots_evenly() -> None:
     assert sizes.num_slots // 17 == pytest.approx(num_contexts, abs=1)
 
 
-def test_slots_get_a_third_at_least() -> None:
+def test_slots_get_at_least_a_third_of_the_memory() -> None:
     memory = memory_of("gemma-2-9b")
     sizes = memory.in_memory_of(num_blocks_in(memory, 60))
     assert sizes.num_slots * sizes.layout.slot_bytes == pytest.approx(20 * GIB, rel=0.01)
@@ -69,13 +70,13 @@ def test_cpu_memory_is_divided_like_that_of_the_gpu() -> None:
         host = memory.with_host(sizes, 30 * GIB)
         assert host.num_host_slots == pytest.approx(sizes.num_slots / 2, rel=0.01)
         assert host.num_host_blocks == pytest.approx(sizes.num_blocks / 2, rel=0.01)
-        assert memory.with_host(sizes, 1 << 20) == sizes  # Not even one of both fits.
+        assert memory.with_host(sizes, 1 << 20) == sizes  # Not even one block and one slot fit.
     memory = memory_of("llama-3.1-8b")
     sizes = memory.with_host(memory.in_memory_of(100), 7 * memory.layout.block_bytes)
     assert (sizes.num_host_blocks, sizes.num_host_slots) == (7, 0)
 
 
-def test_blocks_keep_all_kv_where_slots_save_nothing() -> None:
+def test_blocks_keep_all_kv_if_slots_save_no_memory() -> None:
     for memory in (
         memory_of("llama-3.1-8b"),
         memory_of("gemma-3-27b", max_seq_len=1024),
@@ -87,7 +88,7 @@ def test_blocks_keep_all_kv_where_slots_save_nothing() -> None:
     assert memory_of("gemma-3-27b").with_blocks(20).num_slots == 0
 
 
-def test_slots_beside_a_configured_number_of_blocks() -> None:
+def test_slots_in_addition_to_a_configured_number_of_blocks() -> None:
     sizes = memory_of("gemma-3-27b").with_blocks(1000)
     assert sizes.num_blocks == 1000
     assert sizes.num_slots * sizes.layout.slot_bytes < sizes.num_bytes / 2

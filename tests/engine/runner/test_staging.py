@@ -1,4 +1,4 @@
-"""Arrays arrive where they are said to, however large."""
+"""Arrays arrive at their reserved places, and the stage grows for larger arrays."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from parrot.engine.runner.device import Stage
 
 
-def test_arrays_keep_their_places_until_there_is_no_room() -> None:
+def test_arrays_keep_their_places_until_the_stage_grows() -> None:
     stage = Stage(64, torch.device("cpu"))
     parts = [np.arange(n, dtype=np.int32) for n in (3, 0, 30)]
     places = stage.places([3, 0, 30])

@@ -1,4 +1,4 @@
-"""The number of threads follows what a machine gives, in virtual time."""
+"""The policy adapts the number of threads to the machine. These tests run in virtual time."""
 
 import random
 from collections.abc import Callable
@@ -23,9 +23,9 @@ def noisy(machine: Machine, seed: int) -> Machine:
     return lambda num_rows, threads: machine(num_rows, threads) * numbers.uniform(0.92, 1.15)
 
 
-def with_neighbour(cores: int, seed: int) -> Machine:
-    """One core has other work: if the step's threads need it they wait, mostly a time slice long,
-    several times."""
+def with_busy_core(cores: int, seed: int) -> Machine:
+    """A machine on which another process uses one core. A step that needs all cores waits up to 160
+    ms."""
     numbers = random.Random(seed)
 
     def seconds(num_rows: int, threads: int) -> float:
@@ -54,18 +54,21 @@ def best_fixed(machine: Callable[[int], Machine], cores: int, num_steps: int, ro
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("num_rows", [1, 16, 500])
 @pytest.mark.parametrize("cores", [1, 2, 4, 16])
-def test_no_fixed_number_is_a_tenth_faster(cores: int, num_rows: int, seed: int) -> None:
+def test_no_fixed_number_of_threads_is_10_percent_faster(
+    cores: int, num_rows: int, seed: int
+) -> None:
     machines: list[Callable[[int], Machine]] = [
         lambda extra: noisy(idle, seed + extra),
-        lambda extra: noisy(with_neighbour(cores, seed + extra), seed),
+        lambda extra: noisy(with_busy_core(cores, seed + extra), seed),
     ]
     for machine in machines:
         taken = run(ThreadPolicy(cores), machine(100), 1000, num_rows)
         assert best_fixed(machine, cores, 1000, num_rows) > 0.9 * taken
 
 
-def crowded(seed: int) -> Machine:
-    """Each thread waits for its core now and then, and two of them for each other."""
+def overloaded(seed: int) -> Machine:
+    """Threads wait for their cores at random. With two threads or more, they also wait for each
+    other."""
     numbers = random.Random(seed)
 
     def seconds(num_rows: int, threads: int) -> float:
@@ -78,19 +81,19 @@ def crowded(seed: int) -> Machine:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_times_that_vary_tenfold(seed: int) -> None:
-    taken = run(ThreadPolicy(2), crowded(seed), 1000)
-    assert best_fixed(lambda extra: crowded(seed + extra), 2, 1000, 1) > 0.88 * taken
+    taken = run(ThreadPolicy(2), overloaded(seed), 1000)
+    assert best_fixed(lambda extra: overloaded(seed + extra), 2, 1000, 1) > 0.88 * taken
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_neighbour_that_comes_and_goes(seed: int) -> None:
+def test_a_core_that_is_busy_from_time_to_time(seed: int) -> None:
     policy = ThreadPolicy(2)
-    for machine in islice(cycle([noisy(idle, seed), with_neighbour(2, seed)]), 6):
+    for machine in islice(cycle([noisy(idle, seed), with_busy_core(2, seed)]), 6):
         fixed = min(sum(machine(1, threads) for _ in range(500)) for threads in (1, 2))
         assert fixed > 0.88 * run(policy, machine, 500)
 
 
-def test_a_neighbour_is_noticed_within_some_steps() -> None:
+def test_a_busy_core_is_noticed_within_5_steps() -> None:
     used: list[int] = []
 
     def machine(num_rows: int, threads: int) -> float:
@@ -105,7 +108,7 @@ def test_a_neighbour_is_noticed_within_some_steps() -> None:
     assert used[2200:2300].count(2) > 90
 
 
-def test_kinds_of_steps_are_apart() -> None:
+def test_small_and_large_steps_have_their_own_number_of_threads() -> None:
     def machine(num_rows: int, threads: int) -> float:
         return num_rows * 0.01 / threads if num_rows >= 64 else 0.03 * threads
 
@@ -117,7 +120,9 @@ def test_kinds_of_steps_are_apart() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.tuples(st.integers(1, 5000), st.floats(0, 1e3))))
-def test_numbers_are_always_from_one_to_the_most(most: int, steps: list[tuple[int, float]]) -> None:
+def test_the_number_of_threads_is_from_1_to_the_maximum(
+    most: int, steps: list[tuple[int, float]]
+) -> None:
     policy = ThreadPolicy(most)
     for num_rows, seconds in steps:
         assert 1 <= policy.choose(num_rows) <= most

@@ -1,4 +1,4 @@
-"""The format of a model's matrices on each device."""
+"""The format of a model's matrices on each kind of device."""
 
 import logging
 from collections.abc import Mapping
@@ -167,10 +167,10 @@ def mean_bytes(checkpoint: Checkpoint, weights: Weights = Weights.KEPT, ranks: i
 
 
 def test_bytes_of_a_number_in_a_gguf_file() -> None:
-    """Each product counts as the device keeps it: q, k and v are one."""
+    """A product has the bytes of the matrix that the device keeps. q, k and v are one matrix."""
     four, wide = CodeFormat(4, 32), CodeFormat(4, 4096)
     names = list(filter(is_matrix, LARGE.plans))
-    matrices = 218_103_808  # Of a layer.
+    matrices = 218_103_808  # Matrix weights of a layer.
     whole = dict.fromkeys(names, four)
     assert mean_bytes(with_formats(whole)) == 0.5 + 4 / 32
     assert mean_bytes(with_formats(whole), Weights.PLAIN) is None
@@ -188,7 +188,7 @@ def test_bytes_of_a_number_in_a_gguf_file() -> None:
 def test_the_types_of_a_gguf_file_are_counted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As the bytes that a loaded decoder has."""
+    """The estimate equals the number of bytes of a loaded decoder."""
     write_gguf(tmp_path / "model.gguf", kind=Kind.Q4_0)
     checkpoint = open_checkpoint(str(tmp_path / "model.gguf"))
     assert mean_bytes(checkpoint) == 0.5 + 4 / 32
@@ -196,7 +196,8 @@ def test_the_types_of_a_gguf_file_are_counted(
     kinds = {"attn_v": Kind.Q6_K, "attn_o": Kind.Q8_0, "ffn_down": Kind.Q8_0, "blk": Kind.Q4_K}
     sizes = {"hidden_size": 256, "intermediate_size": 128}
     write_gguf(tmp_path / "types.gguf", kind=kinds, sizes=sizes)
-    rows = {1.25: 64 + 32 + 32, 1.125: 64 + 128, 0.625: 2 * 128}  # Of 256 numbers each.
+    # Number of rows of 256 numbers for each size of a number.
+    rows = {1.25: 64 + 32 + 32, 1.125: 64 + 128, 0.625: 2 * 128}
     expected = sum(size * count for size, count in rows.items()) / sum(rows.values())
     checkpoint = open_checkpoint(str(tmp_path / "types.gguf"))
     assert mean_bytes(checkpoint) == pytest.approx(expected)

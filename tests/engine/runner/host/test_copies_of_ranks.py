@@ -1,5 +1,6 @@
-"""Two ranks copy between the tiers, each as fast as it likes: what the second one's device reads is
-what the first one's did, although only the first one's host looks at what has landed."""
+"""Two ranks copy KV between GPU memory and CPU memory, each at its own pace. The second rank's
+device must read the same contents as the first rank's device, although only the first rank's
+process checks which transfers have finished."""
 
 import random
 from collections import deque
@@ -28,8 +29,8 @@ Contents = dict[int, float]
 """By block."""
 
 
-class HeardUnit(Unit):
-    """One other rank, which comes to its messages later."""
+class DelayedUnit(Unit):
+    """A unit with one other rank, which reads its messages later."""
 
     def __init__(self, messages: "deque[Any]") -> None:
         super().__init__(cast("Any", None), [], with_tables=False)
@@ -40,7 +41,8 @@ class HeardUnit(Unit):
 
 
 class Rank:
-    """`factor`: the sign of all its numbers."""
+    """A rank's KV cache and copies. `factor` is the sign of all its numbers, so that the two ranks
+    differ."""
 
     def __init__(self, factor: int, unit: Unit | None) -> None:
         self._factor = factor
@@ -65,14 +67,16 @@ class Rank:
 
 
 class World:
-    """Does whatever a core may do. `content` of blocks, `held` by slots: as all that was begun
-    leaves it. Nobody uses blocks and slots that transfers under way write to, and slots that they
-    read are not filled; blocks that they read may be written."""
+    """Random steps and transfers, as a core may request them.
+
+    `_content` is the number in each block and `_held` the number in each host slot, once all
+    transfers have finished. No step or transfer uses blocks and slots that a running transfer
+    writes. Slots that a running transfer reads are not written, but blocks that it reads may be."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._messages: deque[Any] = deque()
-        self._first, self._other = Rank(1, HeardUnit(self._messages)), Rank(-1, None)
+        self._first, self._other = Rank(1, DelayedUnit(self._messages)), Rank(-1, None)
         self._reader = StepReader()
         self._content: Contents = dict.fromkeys(range(NUM_BLOCKS), 0.0)
         self._held: Contents = {}
@@ -81,21 +85,21 @@ class World:
         self.num_loaded = 0
 
     def run(self, num_operations: int) -> None:
-        kinds = [self.step, self.transfer, self.look, self.hear, self.wait]
+        kinds = [self.step, self.transfer, self.poll, self.deliver, self.wait]
         for _ in range(num_operations):
             self._rng.choices(kinds, [3, 2, 2, 3, 3])[0]()
         while self._messages:
-            self.hear()
+            self.deliver()
         while self._under_way:
-            self.look()
+            self.poll()
         self.step(range(NUM_BLOCKS), ())
-        self.hear()
+        self.deliver()
         while LateStream.any_goes_on():
             pass
         assert LateStream.all_are_done()
 
     def step(self, read: Iterable[int] | None = None, written: Iterable[int] | None = None) -> None:
-        """Some blocks are read, then some are written: by tokens, or a copy."""
+        """Some blocks are read, then some are written, by tokens or by a copy."""
         free = [b for b in range(NUM_BLOCKS) if b not in self._used(to_host=False)]
         read = self._some(free, 3) if read is None else read
         written = self._some(free, 2) if written is None else written
@@ -111,7 +115,7 @@ class World:
         self._messages.append((contents, changes))
 
     def transfer(self) -> None:
-        """Both ways, what leaves first."""
+        """Start transfers in both directions, those to the host first."""
         planned = []
         for to_host in (True, False):
             busy = self._used(to_host=False)
@@ -139,7 +143,7 @@ class World:
         self._under_way[transfer.transfer_id] = transfer, numbers
         return transfer
 
-    def look(self) -> None:
+    def poll(self) -> None:
         with on(self._first.stream):
             landed = self._first.copies.landed(wait=self._rng.random() < 0.5)
         for report in landed:
@@ -150,8 +154,8 @@ class World:
                 self._content.update(zip(transfer.blocks, numbers, strict=True))
                 self.num_loaded += len(numbers)
 
-    def hear(self) -> None:
-        """The other rank comes to a few messages."""
+    def deliver(self) -> None:
+        """The other rank reads 1 to 3 messages."""
         for _ in range(min(self._rng.randint(1, 3), len(self._messages))):
             message = self._messages.popleft()
             if isinstance(message, tuple):
@@ -181,7 +185,7 @@ class World:
         return float(self._number)
 
 
-def test_whatever_is_late_on_another_rank_is_read_and_written_in_order(
+def test_a_late_rank_reads_and_writes_blocks_in_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda, "_STAGED_BYTES", 2 * LAYOUT.block_bytes)

@@ -1,4 +1,4 @@
-"""The copies of a CUDA device on the CPU, where the kernels are interpreted."""
+"""The copies of a CUDA device, on a CPU with interpreted kernels."""
 
 from collections.abc import Iterator
 
@@ -58,13 +58,13 @@ def test_blocks_go_out_and_come_back(
         assert torch.equal(tensor[:, :, :, [2, 3, 4, 5, 6, 8]], old[:, :, :, [2, 3, 4, 5, 6, 8]])
 
 
-def test_copies_wait_for_steps_and_what_is_written_for_what_is_read(steps: Stream) -> None:
+def test_copies_wait_for_steps_and_writers_wait_for_readers(steps: Stream) -> None:
     _, copies = make(steps)
     copies.transfer([Transfer(1, True, (5, 6), (0, 1))])
     out, back = copies._out.stream, copies._back.stream
     assert out.awaited == [steps]
     others = StepPlan((SequenceStep(1, [0] * 5, 4, [5, 1, 2], None),), (BlockCopy(6, 3, 2),))
-    copies.guard(others)  # it reads 5 and 6 only
+    copies.guard(others)  # This step only reads blocks 5 and 6.
     assert steps.awaited == []
     copies.transfer([Transfer(2, False, (6, 7), (2, 3))])
     assert back.awaited == [steps, out]
@@ -77,7 +77,7 @@ def test_copies_wait_for_steps_and_what_is_written_for_what_is_read(steps: Strea
     assert steps.awaited == [out, out]
 
 
-def test_a_copy_that_cannot_be_begun_is_over_in_vain(
+def test_a_copy_that_cannot_be_started_is_reported_as_failed(
     steps: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, copies = make(steps)
@@ -93,7 +93,7 @@ def test_a_copy_that_cannot_be_begun_is_over_in_vain(
     ]
 
 
-def test_a_copy_that_cannot_be_begun_on_another_rank_ends_it(
+def test_a_copy_that_cannot_be_started_on_another_rank_ends_that_rank(
     steps: Stream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, copies = make(steps)

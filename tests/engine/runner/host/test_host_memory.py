@@ -1,4 +1,4 @@
-"""The host's memory for KV: how much, in which layout, and that all of a block goes there."""
+"""CPU memory for KV: its size, its layout, and that whole blocks are copied."""
 
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def test_the_default_follows_free_memory() -> None:
     assert host_slots(None, MIB, 10**6, 1000 * GIB) == 32 * 1024
 
 
-def test_sizes_that_cannot_be_had_are_refused() -> None:
+def test_sizes_that_are_not_available_are_refused() -> None:
     with pytest.raises(ConfigError, match="11 GiB are wanted"):
         host_slots(11, MIB, 100, 10 * GIB)
     with pytest.raises(ConfigError, match="one block of KV takes"):
@@ -78,7 +78,7 @@ def test_sizes_that_cannot_be_had_are_refused() -> None:
     assert BuiltinConfig().instance.host_kv_gb is None
 
 
-def test_a_limited_group_has_what_is_left_of_its_limit(
+def test_a_control_group_has_the_rest_of_its_memory_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(available, "_CONTROL_GROUP", tmp_path)

@@ -1,5 +1,5 @@
-"""A real model with a host tier under random requests: what comes back is what left, also if the
-model is divided among processes."""
+"""A real model with a host tier serves random requests, alone and divided among processes. KV that
+is loaded must equal the KV that was evicted."""
 
 import os
 import random
@@ -32,7 +32,7 @@ SIZES = {"num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size"
 
 
 class Unreliable:
-    """Reports of transfers come late, and one of ten says that it failed."""
+    """Reports transfers late, and one of ten as failed."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._landed = runner.landed
@@ -73,7 +73,7 @@ def make_core(tmp_path: Path, ranks: int) -> tuple[EngineCore, ModelRunner]:
     return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
 
 
-def undisturbed(tmp_path: Path) -> ModelRunner:
+def whole_runner(tmp_path: Path) -> ModelRunner:
     """A runner that is not divided."""
     model = load_decoder(open_checkpoint(str(tmp_path)), torch.float32, torch.device("cpu"))
     return ModelRunner(model, NUM_BLOCKS, BLOCK_SIZE)
@@ -105,4 +105,4 @@ def test_random_operations(
     assert sum(t.to_host for t in begun) > world.num_operations // 20
     assert sum(not t.to_host for t in begun) > world.num_operations // 50
     runner.close()
-    world.check_answers(undisturbed(tmp_path), 20)
+    world.check_answers(whole_runner(tmp_path), 20)
