@@ -270,9 +270,9 @@ class Story(World):
         scope = program.scope.values()
         if program.requests and self.rng.random() < 0.4:
             request_id = self.rng.choice(program.requests)
+            self.core.cancel_call(*scope, request_id)  # Raises `SessionGone` after its life span.
             call = program.session.graph.calls[request_id]
             program.cancelled |= {out.id for task in call.tasks for out in task.outputs}
-            self.core.cancel_call(*scope, request_id)
         else:
             var_id = self.some(program)
             producer = program.session.graph.variable(var_id).producer

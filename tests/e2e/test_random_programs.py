@@ -18,7 +18,7 @@ from tests.e2e.sequential_reference import Output, Place, Reference
 from tests.support.examples import examples
 
 NUM_EXAMPLES = int(os.environ.get("PARROT_EXAMPLES", examples(36)))
-LONG = NUM_EXAMPLES > 1000
+TIMEOUT_S = 3.5 * NUM_EXAMPLES
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +33,7 @@ def is_defect(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
 
-@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.timeout(TIMEOUT_S)
 @settings(
     max_examples=NUM_EXAMPLES,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
@@ -43,7 +43,7 @@ def test_random_programs(rng: random.Random, num_steps: int) -> None:
     run_virtual(tell(rng, num_steps))
 
 
-@pytest.mark.timeout(0 if LONG else 120)
+@pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("seed", range(max(1, NUM_EXAMPLES * 2 // 3)))
 def test_long_random_programs(seed: int) -> None:
     """Hypothesis likes short stories best."""
