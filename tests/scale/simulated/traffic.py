@@ -181,7 +181,7 @@ _Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Day:
-    """A day from the hour `first` to the hour `last`, each of `hour_s` seconds. Second 0 is one hour
+    """A day from the hour `first` to the hour `last`, each of `hour_s` seconds. It begins one hour
     before the first. If `hour_s` is less than 3,600, an hour is sampled: sessions keep their real
     durations, but the load changes faster.
 
