@@ -1,20 +1,19 @@
-"""The nemesis: a service of real processes, to which everything happens that can, while programs
-with known answers run, and a checker that reads afterwards what they were told.
+"""The nemesis: inject faults into a service of real processes while programs with known answers
+run, and then check the recorded history for broken promises.
 
-    programs --client--> link --> ServeCore --> link --> engines    each killed, stopped, cut off,
+    programs --client--> link --> ServeCore --> link --> engines    killed, stopped, disconnected,
         |                           ^------------ link ----'        out of disk, ...
         v
-    history --> check --> what was promised and not kept
+    history --> check --> broken promises
 
-It asks the service what any program may ask; of the servers' own books it sees only the account
-that they give in the end. The checker is pure: tests check it, too.
+Programs use the public API only. In addition, the checker gets one account of each server's
+internal state at the end. The checker is a pure function of the history and has tests of its own.
 
     python -m tests.nemesis --minutes 30 --parallel 2
 
-Rounds are numbered, from `--seed` on; a round's number decides its faults, its programs and its
-engines. Times are those of the machine, so a round that is played again does not go the same way
-to the microsecond. Whatever is wrong is printed with the command that plays its round again, and
-its history and logs are kept in `--keep`."""
+Rounds are numbered, starting at `--seed`. The number of a round determines its faults, programs and
+engines. Rounds run in real time, so the timing of a repeated round differs. For each violation, the
+command that repeats its round is printed, and the history and logs are kept in `--keep`."""
 
 import argparse
 import asyncio
@@ -38,12 +37,12 @@ from tests.nemesis.rounds import MIXED, PROBE, Answers, Outcome, Plan, play_alon
 from tests.nemesis.service import CORE, DIVIDED, ENGINES
 
 COLUMNS = {"C2": "lost", "C1": "doubled", "C6": "doubled", "C4": "hung"}
-"""How violations are called in the table; those of other promises are `other`."""
+"""Columns of the table by promise. Violations of other promises count as `other`."""
 _SHOWN = 500  # characters
 
 
 class Table:
-    """One row for each fault, and one for the rounds that mix them."""
+    """One row for each fault, and one for the rounds with several faults."""
 
     def __init__(self) -> None:
         self._rows: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -80,9 +79,9 @@ def _recovery(times: Sequence[float]) -> dict[str, float | None]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=int, default=0, help="of the first round")
-    parser.add_argument("--minutes", type=float, default=1.0, help="in which rounds are begun")
-    parser.add_argument("--rounds", type=int, default=None, help="at most so many")
+    parser.add_argument("--seed", type=int, default=0, help="number of the first round")
+    parser.add_argument("--minutes", type=float, default=1.0, help="start no round after this time")
+    parser.add_argument("--rounds", type=int, default=None, help="maximum number of rounds")
     parser.add_argument("--faults", nargs="+", choices=sorted(FAULTS), default=sorted(FAULTS))
     kinds = sorted(PROGRAMS)
     parser.add_argument("--programs", nargs="+", choices=kinds, default=kinds)
@@ -110,7 +109,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="share of rounds with two shards, each with engines of its own",
     )
-    parser.add_argument("--keep", type=Path, default=None, help="folder for what went wrong")
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="folder for histories and logs of failed rounds"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -146,7 +147,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
 
 
 def _again(args: argparse.Namespace, plan: Plan) -> str:
-    """The command of one round."""
+    """Return the command that repeats one round."""
     words = ["python", "-m", "tests.nemesis", "--seed", str(plan.seed), "--rounds", "1"]
     words += ["--round-s", f"{args.round_s:g}", "--concurrency", str(args.concurrency)]
     words += ["--embedded", f"{args.embedded:g}", "--divided", f"{args.divided:g}"]
@@ -157,7 +158,7 @@ def _again(args: argparse.Namespace, plan: Plan) -> str:
 
 
 def _outcomes(args: argparse.Namespace, answers: dict[str, Answers]) -> Iterator[Outcome]:
-    """Yield them as they come."""
+    """Run rounds in parallel, and yield their outcomes as they finish."""
     end = time.monotonic() + 60 * args.minutes
     seeds = count(args.seed)
     last = None if args.rounds is None else args.seed + args.rounds

@@ -1,4 +1,4 @@
-"""A program's requests: each is sent until it is answered, and recorded."""
+"""Send the requests of a program with retries, and record each attempt."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ PAUSE_S = 0.03  # between attempts
 
 
 class Caller:
-    """Sends each request until it is answered."""
+    """Repeats each request until it gets a final answer."""
 
     def __init__(self, program: int, tenant: str, urls: Sequence[str], history: History) -> None:
         self.program = program
@@ -26,19 +26,20 @@ class Caller:
         self.has_models = False  # whether there are engines of two models
 
     async def close(self) -> None:
-        """What is still asked ends."""
+        """Stop retries and close the connections."""
         self._is_closed = True
         await self.http.close()
 
     async def persistently(
         self,
         ask: Callable[[], Awaitable[T]],
-        told: Callable[[Asked, T | None], None],
+        record: Callable[[Asked, T | None], None],
         *,
         is_once: bool = False,
     ) -> T:
-        """The first answer, unless it `is_once`, that is not an error of this request alone. `told`
-        hears of each attempt. Raises the error, and `Cancelled` once the client is closed."""
+        """Repeat a request until it succeeds or fails with an error that is not transient. With
+        `is_once`, try only once. `record` is called for each attempt. Raises the last error, or
+        `Cancelled` after `close`."""
         while True:
             if self._is_closed:
                 raise Cancelled("the program has ended")
@@ -46,14 +47,14 @@ class Caller:
             try:
                 answer = await ask()
             except ParrotError as error:
-                told(self._asked(invoked, error), None)
+                record(self._asked(invoked, error), None)
                 if is_once or error.type not in TRANSIENT:
                     raise
             except asyncio.CancelledError:
-                told(Asked(program=self.program, invoked=invoked), None)
+                record(Asked(program=self.program, invoked=invoked), None)
                 raise
             else:
-                told(self._asked(invoked), answer)
+                record(self._asked(invoked), answer)
                 return answer
             await asyncio.sleep(PAUSE_S)
 
@@ -65,10 +66,10 @@ class Caller:
     async def vendor(
         self, key: str, path: str, body: Mapping[str, Any], *, stored: bool = False
     ) -> dict[str, Any]:
-        """The answer of a route of OpenAI's; if it is `stored`, its texts are a value from now
-        on."""
+        """Send a request to an OpenAI route. If the response is `stored`, its text is recorded as a
+        value that must not change."""
 
-        def told(asked: Asked, answer: Any) -> None:
+        def record(asked: Asked, answer: Any) -> None:
             is_begun = answer is not None and body.get("background")
             outputs = (answer["id"],) if is_begun else ()
             self._history.submits.append(Submit(**fields_of(asked), key=key, outputs=outputs))
@@ -82,13 +83,13 @@ class Caller:
         async def ask() -> Any:
             return await self.http.request("POST", path, body=body)
 
-        answer: dict[str, Any] = await self.persistently(ask, told)
+        answer: dict[str, Any] = await self.persistently(ask, record)
         return answer
 
     async def stored(self, response_id: str) -> dict[str, Any]:
-        """A response that was stored, as it is now."""
+        """Get the current state of a stored response."""
 
-        def told(asked: Asked, answer: Any) -> None:
+        def record(asked: Asked, answer: Any) -> None:
             has_ended = answer is not None and answer["status"] in ("completed", "incomplete")
             text = texts(answer) if has_ended else None
             self._history.reads.append(
@@ -98,12 +99,12 @@ class Caller:
         async def ask() -> Any:
             return await self.http.request("GET", f"/v1/responses/{response_id}")
 
-        answer: dict[str, Any] = await self.persistently(ask, told)
+        answer: dict[str, Any] = await self.persistently(ask, record)
         return answer
 
 
 def texts(response: Mapping[str, Any]) -> str:
-    """All that a response of OpenAI's says."""
+    """Return the concatenated texts of an OpenAI response."""
     return "|".join(part["text"] for item in response["output"] for part in item["content"])
 
 

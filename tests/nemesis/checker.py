@@ -1,14 +1,14 @@
-"""What was promised and not kept, by a history.
+"""Find broken promises in a history.
 
-C1  a variable's value, or its own error, never changes
-C2  what was acknowledged is not lost
+C1  the value or error of a variable never changes
+C2  an acknowledged call or value is not lost
 C3  a call starts only after all its inputs are ready
-C4  every read and every program comes to an end in time
-C5  a failure reaches all that depends on it, and nothing else
-C6  one result of each call is published, once, and it is that of an undisturbed run
-C7  what a session had is freed when it ends
-C8  no tenant is refused or slowed down within its share
-C9  no tenant gets what another's prompt has computed
+C4  every read and every program ends in time
+C5  a failure reaches all dependent calls, and no others
+C6  exactly one result of each call is published, equal to the result without faults
+C7  the resources of a session are freed when it ends
+C8  a tenant that stays within its share is neither rejected nor slowed down
+C9  a tenant never uses KV that was computed for another tenant
 C10 an engine never has more calls than its `tasks_capacity`
 """
 
@@ -30,10 +30,10 @@ from tests.nemesis.history import (
     Submit,
 )
 
-SLACK_S = 2.0  # of a busy machine
+SLACK_S = 2.0  # Tolerance of time limits, because the machine may be busy.
 _ROUNDING_S = 1e-3
-_MAX_LOST = 3  # engines that a call may lose before it is given up, as the cause of it
-_SPECIAL_TOKENS = 1  # before a prompt's own
+_MAX_LOST = 3  # ServeCore fails a call that has lost 3 engines, as the probable cause.
+_SPECIAL_TOKENS = 1  # Tokens that every prompt begins with.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ def check(history: History) -> list[Violation]:
 
 
 class _Facts:
-    """A history, and what follows from it."""
+    """A history, with indexes over its records."""
 
     def __init__(self, history: History) -> None:
         self.history = history
@@ -65,12 +65,12 @@ class _Facts:
 
     @cached_property
     def calls(self) -> list[Submit]:
-        """One acknowledged submit of each call."""
+        """One acknowledged submission of each call."""
         return list({(s.program, s.key): s for s in self.acknowledged}.values())
 
     @cached_property
     def keys(self) -> set[tuple[int, str]]:
-        """Those of acknowledged calls."""
+        """The programs and keys of acknowledged calls."""
         return {(submit.program, submit.key) for submit in self.acknowledged}
 
     @cached_property
@@ -82,7 +82,7 @@ class _Facts:
 
     @cached_property
     def reads(self) -> dict[str, list[Read]]:
-        """Those of each variable, in the order of their answers; the ones without come last."""
+        """The reads of each variable in the order of their answers. Unanswered reads come last."""
         found: dict[str, list[Read]] = defaultdict(list)
         for read in sorted(self.history.reads, key=lambda r: _or_never(r.answered)):
             found[read.var].append(read)
@@ -90,7 +90,7 @@ class _Facts:
 
     @cached_property
     def values(self) -> dict[str, str]:
-        """The first value of each variable that anybody got."""
+        """The first value that was read of each variable."""
         texts = {}
         for var, reads in self.reads.items():
             for read in reads:
@@ -100,7 +100,7 @@ class _Facts:
 
     @cached_property
     def errors(self) -> dict[str, str]:
-        """The first error of each variable's own."""
+        """The first permanent error of each variable."""
         return {
             var: next(read.error for read in reads if read.is_own_error)
             for var, reads in self.reads.items()
@@ -109,7 +109,7 @@ class _Facts:
 
     @cached_property
     def seen(self) -> dict[str, SeenCall]:
-        """By their outputs, calls as the service showed them."""
+        """Calls as the service showed them, by output."""
         return {o: call for seen in self.history.seen for call in seen.calls for o in call.outputs}
 
     @cached_property
@@ -126,25 +126,25 @@ class _Facts:
         return self.closed_at.get(program, _or_never(None)) <= _or_never(when)
 
     def _during(self, began: float, ended: float) -> Iterator[Disturbance]:
-        """Those of this time."""
+        """Yield the faults that overlap a period."""
         for one in self.history.disturbances:
             if one.began <= ended and began <= one.ended + SLACK_S:
                 yield one
 
     def disturbed_s(self, began: float, ended: float) -> float:
-        """Seconds for which something may have been slower than it is."""
+        """Return the seconds of a period in which faults may have slowed down the service."""
         return sum(
             max(0.0, min(ended, one.ended) - max(began, one.began)) + SLACK_S
             for one in self._during(began, ended)
         )
 
     def has_reason(self, submit: Submit) -> bool:
-        """Whether the call may fail by itself."""
+        """Whether the call may fail although its inputs did not."""
         is_asked_for = submit.fails or self.cancelled.intersection(submit.outputs)
         return bool(is_asked_for) or self.may_give_up(submit)
 
     def may_give_up(self, submit: Submit) -> bool:
-        """Whether the call may have lost so many engines that it is taken for the cause."""
+        """Whether the call may have lost `_MAX_LOST` engines, so that ServeCore fails it."""
         life = self.lives.get(submit.program)
         end = _or_never(None if life is None else life.ended)
         lost = [one for one in self._during(submit.invoked, end) if one.loses_engine]
@@ -152,7 +152,7 @@ class _Facts:
 
 
 def _num_engines(fault: Disturbance) -> int:
-    """Losses that the fault may count for: two for engines that are killed within a second."""
+    """Return how many engines a call may lose by the fault: 2 if it kills several engines."""
     return min(2, max(1, fault.target.count("engine-")))
 
 
@@ -195,7 +195,7 @@ def _nothing_lost(facts: _Facts) -> Iterator[str]:
 
 def _inputs_first(facts: _Facts) -> Iterator[str]:
     if any(one.fault in CLOCK_STEPS for one in facts.history.disturbances):
-        return  # the times that a journal tells are those of the wall
+        return  # times in the journal follow the wall clock
     for submit in facts.calls:
         call = facts.seen.get(submit.outputs[0])
         if call is None or call.started_s is None:
@@ -203,7 +203,7 @@ def _inputs_first(facts: _Facts) -> Iterator[str]:
         for var in submit.inputs:
             source = facts.seen.get(var)
             if source is None:
-                continue  # the program's own value
+                continue  # a value that the program has set
             if source.state != "done":
                 yield f"{submit.key} started, though {var} is {source.state}"
             elif _or_never(source.finished_s) > call.started_s + _ROUNDING_S:
@@ -243,7 +243,7 @@ def _failures(facts: _Facts) -> Iterator[str]:
 
 
 def _ancestors(facts: _Facts, submit: Submit) -> list[Submit]:
-    """The call, and all that it depends on."""
+    """Return the call and all calls that it depends on."""
     found = [submit]
     for one in found:
         sources = (facts.producer.get(var) for var in one.inputs)
@@ -259,7 +259,7 @@ def _published_once(facts: _Facts) -> Iterator[str]:
         if read.text is not None and got != read.text:
             yield f"a stream of {read.var} gave {got!r}, and in the end {read.text!r}"
         elif facts.is_sampled(read.var):
-            continue  # a stream that broke off: after a death the call may have run again
+            continue  # the stream broke off, and the call may have run again with another value
         elif value is not None and not value.startswith(got):
             yield f"a stream of {read.var} gave {got!r}, which does not begin {value!r}"
     for seen in facts.history.seen:
@@ -275,7 +275,8 @@ def _published_once(facts: _Facts) -> Iterator[str]:
 
 
 def _may_revive(facts: _Facts, var: str) -> bool:
-    """Whether it was cancelled when the journal could not be written, which a death forgets."""
+    """Whether the variable depends on a cancelled call whose cancellation may not have been written
+    to the journal. ServeCore forgets it then if it dies."""
     submit = facts.producer.get(var)
     was_lost = facts.history.may_be_unwritten
     sources = [] if submit is None or not was_lost else _ancestors(facts, submit)
@@ -305,7 +306,7 @@ def _all_freed(facts: _Facts) -> Iterator[str]:
 def _fair(facts: _Facts) -> Iterator[str]:
     history = facts.history
     if history.may_be_unwritten:
-        return  # what was over may run again, which no program knows
+        return  # finished calls may run again, and the history does not show it
     for asked in (*history.submits, *history.reads):
         life = facts.lives.get(asked.program)
         if life is None:
@@ -328,7 +329,8 @@ def _fair(facts: _Facts) -> Iterator[str]:
 
 
 def _num_open(facts: _Facts, tenant: str, began: float, ended: float) -> int:
-    """How many calls the tenant may have had in the queue at any moment of this time, at most."""
+    """Return the greatest number of calls that the tenant may have had in the queue at any moment
+    of a period."""
     count = 0
     for submit in facts.history.submits:
         life = facts.lives.get(submit.program)
@@ -339,7 +341,7 @@ def _num_open(facts: _Facts, tenant: str, began: float, ended: float) -> int:
 
 
 def _over_at(facts: _Facts, submit: Submit) -> float:
-    """When it was known to be in the queue no more."""
+    """Return the time at which the call was certainly no longer in the queue."""
     if submit.outputs:
         return max(_settled_at(facts, output) for output in submit.outputs)
     is_unknown = submit.error == "unavailable" and (submit.program, submit.key) not in facts.keys
@@ -347,16 +349,17 @@ def _over_at(facts: _Facts, submit: Submit) -> float:
 
 
 def _settled_at(facts: _Facts, var: str) -> float:
-    """When somebody knew that it was."""
+    """Return the time at which a reader first knew that the variable had a value or an error."""
     reads = facts.reads.get(var, [])
     answers = (_or_never(r.answered) for r in reads if r.text is not None or r.is_own_error)
     return min(answers, default=_or_never(None))
 
 
 def _nothing_shared(facts: _Facts) -> Iterator[str]:
-    """A token is a character or more, so what a tenant's own prompts have in common with this one
-    bounds the tokens that may have been there. A call that ran twice may have found its own, also
-    if that it began was not written when ServeCore died: so a fault in its time excuses it."""
+    """A token has at least one character. So a call may find at most as many cached tokens as the
+    longest prefix that its prompt shares with other prompts of its tenant has characters. A call
+    that ran twice may find its own prompt. A fault during the call excuses it, because ServeCore
+    may have died before it recorded the first attempt."""
     for read in facts.history.reads:
         submit, call = facts.producer.get(read.var), facts.seen.get(read.var)
         if read.cached_tokens is None or submit is None or submit.prompt is None:
@@ -387,7 +390,7 @@ def _is_disturbed(history: History, submit: Submit, read: Read) -> bool:
 
 
 def _common(one: str, other: str) -> int:
-    """Characters with which both begin."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -32,12 +32,12 @@ from tests.nemesis.history import (
     digest_of,
 )
 
-READ_S = 4.0  # that a read may take before it is asked anew
+READ_S = 4.0  # Timeout of a read, after which it is repeated.
 FINAL = frozenset({"done", "failed", "cancelled"})
 
 
 class Client(Caller):
-    """A program's, with one session."""
+    """The client of a program, with one session."""
 
     def __init__(self, program: int, tenant: str, urls: Sequence[str], history: History) -> None:
         super().__init__(program, tenant, urls, history)
@@ -48,18 +48,18 @@ class Client(Caller):
     # The session
 
     async def begin(self) -> None:
-        answer = await self.persistently(lambda: self._serve.create_session(self._tenant), _nobody)
+        answer = await self.persistently(lambda: self._serve.create_session(self._tenant), _ignore)
         self._session_id, self._auth = answer.session_id, answer.session_auth
 
     async def end(self) -> None:
-        """End the session. An answer may be lost, so it may be gone already."""
+        """End the session. It may have ended already if the answer to an attempt was lost."""
 
-        def told(asked: Asked, answer: None) -> None:
+        def record(asked: Asked, answer: None) -> None:
             self._history.closes.append(Close(**fields_of(asked)))
 
         try:
             await self.persistently(
-                lambda: self._serve.delete_session(self._session_id, self._auth), told
+                lambda: self._serve.delete_session(self._session_id, self._auth), record
             )
         except SessionGone:
             pass
@@ -68,11 +68,11 @@ class Client(Caller):
                 raise
 
     async def show(self) -> None:
-        """Record what the service shows, when all calls have come to an end. Calls for which no
-        engine came in time wait for their next reader."""
+        """Wait until all calls have ended, and record how the service shows them. A call that timed
+        out without an engine runs only when it is read again, so this reads all open calls."""
         while True:
             info = await self.persistently(
-                lambda: self._serve.session_info(self._session_id, self._auth), _nobody
+                lambda: self._serve.session_info(self._session_id, self._auth), _ignore
             )
             open_calls = [call for call in info.calls if call.state not in FINAL]
             if not open_calls:
@@ -105,8 +105,9 @@ class Client(Caller):
         is_sampled: bool = False,
         **options: Any,
     ) -> str:
-        """Submit a call with the output `out`. `inputs`: variables. `is_secret`: record what the
-        prompt begins with. `is_sampled`: each run has another value. Returns the output's id."""
+        """Submit a call with the output `out`, and return the id of the output. `inputs` are ids of
+        variables. With `is_secret`, the prompt is recorded. With `is_sampled`, each run of the call
+        has a different value."""
         request = SemanticCallRequest(
             session_id=self._session_id,
             session_auth=self._auth,
@@ -124,7 +125,7 @@ class Client(Caller):
     async def native(
         self, source: str, inputs: Mapping[str, str] | None = None, *, fails: bool = False
     ) -> str:
-        """Submit a native function `f` with the output `out`; returns the output's id."""
+        """Submit a native function `f` with the output `out`, and return the id of the output."""
         request = NativeCallRequest(
             session_id=self._session_id,
             session_auth=self._auth,
@@ -149,7 +150,7 @@ class Client(Caller):
         inputs = tuple(p.var_id for p in request.parameters if p.var_id is not None)
         key = request.idempotency_key or ""
 
-        def told(asked: Asked, answer: CallResponse | None) -> None:
+        def record(asked: Asked, answer: CallResponse | None) -> None:
             outputs = () if answer is None else (_output_of(answer),)
             self._history.submits.append(
                 Submit(
@@ -163,17 +164,17 @@ class Client(Caller):
                 )
             )
 
-        return await self.persistently(ask, told)
+        return await self.persistently(ask, record)
 
     async def graph(self, calls: Sequence[dict[str, Any]]) -> dict[str, str]:
-        """Submit calls that name each other; returns the ids of the variables by these names."""
+        """Submit calls that reference each other by name. Returns the variable ids by name."""
         request = GraphRequest(
             session_id=self._session_id,
             session_auth=self._auth,
             calls=list(calls),
             idempotency_key=f"call-{next(self._keys)}",
         )
-        answer = await self.persistently(lambda: self._serve.semantic_graph(request), _nobody)
+        answer = await self.persistently(lambda: self._serve.semantic_graph(request), _ignore)
         for number, call in enumerate(answer.calls):
             outputs = tuple(p.var_id for p in call.param_info if p.is_output)
             inputs = tuple(p.var_id for p in call.param_info if not p.is_output)
@@ -185,45 +186,46 @@ class Client(Caller):
         return answer.variables
 
     async def variable(self, name: str) -> str:
-        """Make a variable. If an answer was lost there is one that nobody knows of."""
+        """Create a variable. If an answer is lost, the first variable remains unused."""
         return await self.persistently(
-            lambda: self._serve.create_var(self._session_id, self._auth, name), _nobody
+            lambda: self._serve.create_var(self._session_id, self._auth, name), _ignore
         )
 
     async def set(self, var: str, text: str) -> None:
-        def told(asked: Asked, answer: None) -> None:
+        def record(asked: Asked, answer: None) -> None:
             value = SetValue(**fields_of(asked), var=var, digest=digest_of(text))
             self._history.sets.append(value)
 
         try:
             await self.persistently(
-                lambda: self._serve.set_var(self._session_id, self._auth, var, text), told
+                lambda: self._serve.set_var(self._session_id, self._auth, var, text), record
             )
         except AlreadySet:
             if await self.get(var) != text:
                 raise
 
-    async def look_at_sets(self) -> None:
-        """Read once what this program has set: it waits in vain, perhaps since that was lost."""
+    async def read_set_values(self) -> None:
+        """Read once each value that this program has set. If the program hangs, a lost value may be
+        the cause."""
         own = [s.var for s in self._history.sets if s.program == self.program and s.is_acknowledged]
         for var in dict.fromkeys(own):
             with suppress(ParrotError):
                 await self.get(var, is_once=True)
 
     async def cancel(self, var: str) -> None:
-        def told(asked: Asked, answer: None) -> None:
+        def record(asked: Asked, answer: None) -> None:
             self._history.cancels.append(Cancel(**fields_of(asked), var=var))
 
         await self.persistently(
-            lambda: self._serve.cancel_var(self._session_id, self._auth, var), told
+            lambda: self._serve.cancel_var(self._session_id, self._auth, var), record
         )
 
     # Reads
 
     async def get(self, var: str, *, is_once: bool = False) -> str:
-        """Raises the variable's own error."""
+        """Return the value of a variable. Raises its error."""
 
-        def told(asked: Asked, answer: Any) -> None:
+        def record(asked: Asked, answer: Any) -> None:
             text = None if answer is None else answer.content
             usage = None if answer is None else answer.usage
             self._read(asked, var, text, cached=None if usage is None else usage.cached_tokens)
@@ -237,13 +239,13 @@ class Client(Caller):
                 timeout_s=READ_S,
             )
 
-        return str((await self.persistently(ask, told, is_once=is_once)).content)
+        return str((await self.persistently(ask, record, is_once=is_once)).content)
 
     async def stream(self, var: str, max_pieces: int | None = None) -> str:
-        """The same as a stream, which is left after `max_pieces`: then what came."""
+        """Stream the value of a variable. Stops after `max_pieces` and returns the text so far."""
         pieces: list[str] = []
 
-        def told(asked: Asked, text: str | None) -> None:
+        def record(asked: Asked, text: str | None) -> None:
             is_whole = text is not None and max_pieces is None
             self._read(asked, var, text if is_whole else None, tuple(pieces))
 
@@ -259,10 +261,10 @@ class Client(Caller):
                         break
             return "".join(pieces)
 
-        return await self.persistently(ask, told)
+        return await self.persistently(ask, record)
 
     async def failure(self, var: str) -> str:
-        """The type of the variable's own error; `ready` if it has a value."""
+        """Return the type of the variable's error, or `ready` if it has a value."""
         try:
             await self.get(var)
         except ParrotError as error:
@@ -270,12 +272,12 @@ class Client(Caller):
         return "ready"
 
     async def first(self, candidates: Sequence[str]) -> str:
-        """The one that is ready first; its value is read."""
+        """Return the variable that is ready first, and record its value."""
         answer = await self.persistently(
             lambda: self._serve.first_vars(
                 self._session_id, self._auth, candidates, timeout_s=READ_S
             ),
-            _nobody,
+            _ignore,
         )
         asked = Asked(program=self.program, invoked=time.monotonic(), answered=time.monotonic())
         self._read(asked, answer[0].var_id, answer[0].content)
@@ -298,8 +300,8 @@ class Client(Caller):
         )
 
 
-def _nobody(asked: Asked, answer: Any) -> None:
-    """What nothing was promised of."""
+def _ignore(asked: Asked, answer: Any) -> None:
+    """Records nothing, for requests that no promise is about."""
 
 
 def _inputs(inputs: Mapping[str, str] | None) -> list[CallParameter]:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of one's own, as Debian installs it: for the journal of two ServeCores."""
+"""A private PostgreSQL server for the journal of two ServeCores. Needs Debian's packages."""
 
 import importlib.util
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 PASSWORD = "not to be shown"
-_USER = "postgres"  # the server refuses to run as root
+_USER = "postgres"  # The server refuses to run as root.
 _SETTINGS = """
 listen_addresses = '127.0.0.1'
 fsync = off
@@ -23,10 +23,10 @@ fsync = off
 
 
 class Database:
-    """One that runs; `kill -9` and start it as you like. Each database is another's."""
+    """A running server, which can be killed and started again. Each user gets its own database."""
 
     def __init__(self, folder: Path, bin_folder: Path, log_folder: Path | None = None) -> None:
-        """`log_folder`: where the write-ahead log is, in files of 1 MB."""
+        """`log_folder` is the folder of the write-ahead log, whose files have 1 MB each."""
         self._folder = folder
         self._bin = bin_folder
         self._data = folder / "data"
@@ -48,7 +48,7 @@ class Database:
         self.start()
 
     def start(self) -> None:
-        """Return when it accepts connections."""
+        """Start the server, and return when it accepts connections."""
         self._process = subprocess.Popen(
             [str(self._bin / "postgres"), "-D", str(self._data)],
             **self._who,
@@ -72,7 +72,7 @@ class Database:
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """`kill -9` all of it."""
+        """`kill -9` the server and its connection processes."""
         self.signal(signal.SIGKILL)
         self.await_end()
 
@@ -83,7 +83,7 @@ class Database:
         self._process.stderr.close()
 
     def signal(self, signum: signal.Signals) -> None:
-        """To the server and to the processes of all its connections."""
+        """Send a signal to the server and to the processes of all its connections."""
         children = ["pgrep", "-P", str(self._process.pid)]
         found = subprocess.run(children, capture_output=True, text=True).stdout
         for pid in [self._process.pid, *map(int, found.split())]:
@@ -91,11 +91,11 @@ class Database:
                 os.kill(pid, signum)
 
     def give(self, *paths: Path) -> None:
-        """Let the server's processes own these."""
+        """Make the user of the server the owner of the paths."""
         _give_away(*paths)
 
     def database(self, tablespace: str = "pg_default") -> str:
-        """The address of a new one."""
+        """Create a database, and return its address."""
         import psycopg
 
         self._num_databases += 1
@@ -111,7 +111,7 @@ class Database:
 
 @contextmanager
 def running_database(log_folder: Path | None = None) -> Iterator[Database]:
-    """Raises `LookupError` with what is missing where there is none to be had."""
+    """Run a server. Raises `LookupError` with the missing package if there is no PostgreSQL."""
     bin_folder = _bin_folder()
     folder = Path(tempfile.mkdtemp(prefix="parrot-postgres-"))
     try:
@@ -125,7 +125,7 @@ def running_database(log_folder: Path | None = None) -> Iterator[Database]:
 
 
 def _bin_folder() -> Path:
-    """Debian keeps the programs of each version out of the way."""
+    """Return the folder of the newest version's programs. Debian does not put them into PATH."""
     if importlib.util.find_spec("psycopg") is None:
         raise LookupError("needs psycopg: pip install 'parrot-serve[postgres]'")
     found = shutil.which("initdb")

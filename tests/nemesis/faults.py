@@ -1,4 +1,4 @@
-"""What can happen to a service, each by its name."""
+"""The faults that the nemesis injects into a service, by name."""
 
 import asyncio
 import os
@@ -18,8 +18,8 @@ DATABASE = "database"
 
 
 class Layout(StrEnum):
-    """One ServeCore, one with its standby and a database, or two shards with engines of their
-    own."""
+    """One ServeCore, a ServeCore with a standby and a database, or two shards with separate
+    engines."""
 
     ONE = "one"
     STANDBY = "standby"
@@ -27,28 +27,26 @@ class Layout(StrEnum):
 
 
 class Fault(NamedTuple):
-    """`run` disturbs, waits, and heals; returns whom it was done to. `loses_engine`: calls that run
-    may lose their engine by it. `layouts`: of services to which it can happen; `of_ranks`: only
-    to engines that are divided."""
+    """`run` injects the fault, waits, repairs it, and returns the name of its target."""
 
     run: Callable[[Service, random.Random], Awaitable[str]]
-    loses_engine: bool = True
-    layouts: frozenset[Layout] = frozenset(Layout)
-    of_ranks: bool = False
+    loses_engine: bool = True  # running calls may lose their engine
+    layouts: frozenset[Layout] = frozenset(Layout)  # layouts that can have this fault
+    of_ranks: bool = False  # only engines with tensor parallelism can have this fault
 
     def suits(self, layout: Layout, engine: str) -> bool:
         return layout in self.layouts and (engine == DIVIDED or not self.of_ranks)
 
 
-_ENDED_S = 60.0  # of an engine that has lost a rank, on a busy machine
+_ENDED_S = 60.0  # Limit for an engine to end after it has lost a rank. The machine may be busy.
 _STANDBY = frozenset({Layout.STANDBY})
 _TWO = frozenset({Layout.STANDBY, Layout.SHARDS})
 _FILES = frozenset({Layout.ONE, Layout.SHARDS})
 
 
 @asynccontextmanager
-async def _held(service: Service, *names: str) -> AsyncIterator[None]:
-    """Nobody else disturbs these servers meanwhile."""
+async def _locked(service: Service, *names: str) -> AsyncIterator[None]:
+    """Keep other faults away from these servers."""
     async with AsyncExitStack() as stack:
         for name in sorted(names):
             await stack.enter_async_context(service.lock(name))
@@ -60,7 +58,7 @@ def _pick(service: Service, draw: random.Random) -> str:
 
 
 async def _kill(service: Service, draw: random.Random, *servers: Server) -> None:
-    """Kill them at once, and start them again a moment later."""
+    """Kill servers at the same time, and start them again up to 0.5 s later."""
     down_s = draw.choice([0.0, draw.uniform(0.0, 0.5)])
     await service.kill(*servers)
     await asyncio.sleep(down_s)
@@ -70,42 +68,42 @@ async def _kill(service: Service, draw: random.Random, *servers: Server) -> None
 
 async def kill_engine(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
-    async with _held(service, name):
+    async with _locked(service, name):
         await _kill(service, draw, service.engines[name])
     return name
 
 
 async def kill_rank(service: Service, draw: random.Random) -> str:
-    """One of the processes that an engine is divided among, which ends the others."""
+    """Kill one process of an engine with tensor parallelism. The others must end, too."""
     name = _pick(service, draw)
-    async with _held(service, name):
+    async with _locked(service, name):
         server = service.engines[name]
         if ranks := server.ranks:
             os.kill(draw.choice(ranks), signal.SIGKILL)
             service.kills["engine"] += 1
             await asyncio.wait_for(server.ended(), _ENDED_S)
             server.start()
-        else:  # it is still starting
+        else:  # the engine is still starting
             await _kill(service, draw, server)
     return name
 
 
 async def kill_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORES):
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         await _kill(service, draw, server)
     return server.name
 
 
 async def kill_cores(service: Service, draw: random.Random) -> str:
-    """The one that serves and its standby at once, or all shards."""
-    async with _held(service, CORES):
+    """Kill the active ServeCore and its standby, or all shards, at the same time."""
+    async with _locked(service, CORES):
         await _kill(service, draw, *service.cores)
     return CORES
 
 
 async def kill_standby(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORES):
+    async with _locked(service, CORES):
         server = service.cores[1 - service.serving]
         await _kill(service, draw, server)
     return server.name
@@ -113,7 +111,7 @@ async def kill_standby(service: Service, draw: random.Random) -> str:
 
 async def kill_both(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
-    async with _held(service, name, CORES):
+    async with _locked(service, name, CORES):
         server = service.cores[service.pick_core(draw)]
         await _kill(service, draw, server, service.engines[name])
     return f"{server.name}, {name}"
@@ -129,31 +127,31 @@ async def _freeze(server: Server, draw: random.Random) -> None:
 
 async def stop_engine(service: Service, draw: random.Random) -> str:
     name = _pick(service, draw)
-    async with _held(service, name):
+    async with _locked(service, name):
         await _freeze(service.engines[name], draw)
     return name
 
 
 async def stop_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORES):
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         await _freeze(server, draw)
     return server.name
 
 
 async def restart_engine(service: Service, draw: random.Random) -> str:
-    """Asked to end, and started again under its name."""
+    """Terminate an engine, and start it again with the same name."""
     name = _pick(service, draw)
-    async with _held(service, name):
+    async with _locked(service, name):
         await service.engines[name].stop()
         service.engines[name].start()
     return name
 
 
 async def twin_engine(service: Service, draw: random.Random) -> str:
-    """An engine hangs, another is started under its name elsewhere, and the first wakes up."""
+    """Stop an engine with SIGSTOP, start another with the same name, and let the first continue."""
     name = _pick(service, draw)
-    async with _held(service, name):
+    async with _locked(service, name):
         port = service.new_port()
         first, twin = service.engines[name], service.engine(name, port, port)
         twin.log = first.log
@@ -167,7 +165,7 @@ async def twin_engine(service: Service, draw: random.Random) -> str:
 
 
 async def restart_core(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORES):
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         await server.stop()
         server.start()
@@ -175,10 +173,10 @@ async def restart_core(service: Service, draw: random.Random) -> str:
 
 
 async def rolling_restart(service: Service, draw: random.Random) -> str:
-    """All servers in turn, each when the one before is back."""
+    """Restart all servers one after the other. Each must be ready before the next restarts."""
     servers = [*service.cores, *service.engines.values()]
     for server in draw.sample(servers, len(servers)):
-        async with _held(service, CORES if server in service.cores else server.name):
+        async with _locked(service, CORES if server in service.cores else server.name):
             await server.stop()
             server.start()
             await service.ready()
@@ -187,7 +185,7 @@ async def rolling_restart(service: Service, draw: random.Random) -> str:
 
 async def kill_database(service: Service, draw: random.Random) -> str:
     assert service.database is not None
-    async with _held(service, DATABASE):
+    async with _locked(service, DATABASE):
         await asyncio.to_thread(service.database.kill)
         await asyncio.sleep(draw.choice([0.0, draw.uniform(0.0, 5.0)]))
         await asyncio.to_thread(service.database.start)
@@ -196,7 +194,7 @@ async def kill_database(service: Service, draw: random.Random) -> str:
 
 async def stop_database(service: Service, draw: random.Random) -> str:
     assert service.database is not None
-    async with _held(service, DATABASE):
+    async with _locked(service, DATABASE):
         service.database.signal(signal.SIGSTOP)
         try:
             await asyncio.sleep(draw.choice([draw.uniform(0.05, 1.0), draw.uniform(2.0, 8.0)]))
@@ -206,11 +204,11 @@ async def stop_database(service: Service, draw: random.Random) -> str:
 
 
 def on_link(choose: Callable[[Service, random.Random], tuple[str, Link]], how: str) -> Fault:
-    """A fault of a link: `reset`, `stall`, `half_open` or `delay`."""
+    """Return a fault of one link: `reset`, `stall`, `half_open` or `delay`."""
 
     async def run(service: Service, draw: random.Random) -> str:
         name, link = choose(service, draw)
-        async with _held(service, name):
+        async with _locked(service, name):
             try:
                 if how == "delay":
                     link.delay_s = draw.uniform(0.01, 0.2)
@@ -244,27 +242,27 @@ def _to_engine(service: Service, draw: random.Random) -> tuple[str, Link]:
 def _to_core(service: Service, draw: random.Random) -> tuple[str, Link]:
     name = _pick(service, draw)
     links = service.links[name].to_cores
-    # An engine of a shard has a link to that shard alone.
+    # An engine of a shard has a link to that shard only.
     return f"{name}-core", links[0 if service.has_shards else service.serving]
 
 
 async def disk_full(service: Service, draw: random.Random) -> str:
-    async with _held(service, CORES):
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         server.fill_disk(draw.choice([0, 1000, 20_000]))
         await asyncio.sleep(draw.uniform(0.2, 1.5))
         if draw.random() < 0.5:
             server.make_room()
-        else:  # what could not be written is lost with it
+        else:  # records that could not be written are lost
             await service.kill(server)
-        if not server.is_alive:  # the limit is gone with its process
+        if not server.is_alive:  # the new process has no limit
             server.start()
     return server.name
 
 
 async def disk_full_kills(service: Service, draw: random.Random) -> str:
-    """The disk is full, and stays so while ServeCore is killed and started again."""
-    async with _held(service, CORES):
+    """Kill ServeCore and start it again while the disk is full."""
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         server.fill_disk(draw.choice([0, 1000, 20_000]))
         try:
@@ -282,8 +280,8 @@ async def disk_full_kills(service: Service, draw: random.Random) -> str:
 
 
 async def disk_full_stop(service: Service, draw: random.Random) -> str:
-    """ServeCore is asked to end while the disk is full."""
-    async with _held(service, CORES):
+    """Terminate ServeCore while the disk is full."""
+    async with _locked(service, CORES):
         server = service.cores[service.pick_core(draw)]
         server.fill_disk(draw.choice([0, 1000]))
         await asyncio.sleep(draw.uniform(0.2, 1.0))
@@ -293,11 +291,12 @@ async def disk_full_stop(service: Service, draw: random.Random) -> str:
 
 
 async def late_engines(service: Service, draw: random.Random) -> str:
-    """All engines of a model are gone for longer than every timeout, with ServeCore or without."""
+    """Kill all engines of a model, and perhaps ServeCore. The engines start again only after all
+    timeouts about engines have expired."""
     others = service.others if draw.random() < 0.5 else set()
     names = sorted(others or service.engines.keys() - service.others)
     with_core = draw.random() < 0.5
-    async with _held(service, *names, *([CORES] if with_core else [])):
+    async with _locked(service, *names, *([CORES] if with_core else [])):
         engines = [service.engines[name] for name in names]
         core = service.cores[service.pick_core(draw)]
         await service.kill(*engines, *([core] if with_core else []))
@@ -310,13 +309,13 @@ async def late_engines(service: Service, draw: random.Random) -> str:
 
 
 def on_all_links(how: str) -> Fault:
-    """A fault of all links at once: between every two processes."""
+    """Return a fault of all links at the same time."""
 
     async def run(service: Service, draw: random.Random) -> str:
         links = [*service.client_links, *service.database_links]
         for one in service.links.values():
             links += [one.to_engine, *one.to_cores]
-        async with _held(service, "all links"):
+        async with _locked(service, "all links"):
             try:
                 for link in links:
                     if how == "delay":
@@ -334,14 +333,14 @@ def on_all_links(how: str) -> Fault:
 
 
 async def clock_back(service: Service, draw: random.Random) -> str:
-    """The wall clock is set back, and ServeCore starts again at a time that was already."""
+    """Set the wall clock back, and restart ServeCore, so that times repeat."""
     service.clock.step(-draw.choice([0.5, 60.0, 3600.0, 86_400.0]))
     await asyncio.sleep(draw.uniform(0.0, 0.3))
     return await kill_core(service, draw)
 
 
 async def clock_step(service: Service, draw: random.Random) -> str:
-    """The wall clock jumps, and ServeCore may start again meanwhile."""
+    """Change the wall clock, and perhaps restart ServeCore."""
     service.clock.step(draw.choice([-1, 1]) * draw.choice([0.5, 60.0, 3600.0, 86_400.0]))
     await asyncio.sleep(draw.uniform(0.1, 0.5))
     if draw.random() < 0.5:

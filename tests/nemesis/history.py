@@ -1,7 +1,7 @@
-"""The history of a run: what programs asked, what they were told, and when.
+"""The history of a run: the requests of programs, with their answers and times.
 
-Times are seconds of one clock. Requests that change something have a key, and may be sent again;
-each time that one is sent is a record of its own."""
+Times are seconds of one clock. Requests that change state have a key and may be repeated. Each
+attempt is a separate record."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -22,14 +22,14 @@ TRANSIENT = frozenset(
         *("queue_full", "cluster_full", "quota_exceeded"),
     }
 )
-"""Errors of a request that say nothing about the variable: the same request may come again. All
-others are the variable's own, for ever."""
+"""Errors of a request that do not belong to the variable, so that the request may be repeated. All
+other errors are permanent errors of the variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A request of a program, from `invoked` to `answered`; None: there was no answer, and the
-    client gave up. `error`: the type of the error; empty: it succeeded."""
+    """A request of a program. `answered` is None if the client gave up without an answer. `error`
+    is the type of the error, and empty if the request succeeded."""
 
     program: int
     invoked: float
@@ -39,9 +39,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit(Asked):
-    """A call. `inputs` and `outputs`: ids of variables, the latter empty if there was no answer.
-    `prompt`: what it begins with, as far as the program knows it. `fails`: it cannot succeed.
-    `is_sampled`: each run of it has another value."""
+    """A submitted call. `inputs` and `outputs` are ids of variables; `outputs` is empty without an
+    answer. `prompt` is the constant prefix of the prompt. A call with `fails` cannot succeed. With
+    `is_sampled`, each run of the call has a different value."""
 
     key: str
     inputs: tuple[str, ...] = ()
@@ -53,8 +53,8 @@ class Submit(Asked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Read(Asked):
-    """A read of a variable. `limit_s`: within which the server has to answer. `pieces`: of a
-    stream, those that came before its end or its error. `cached_tokens`: of the prompt, if told."""
+    """A read of a variable. The server has to answer within `limit_s` seconds. `pieces` are the
+    chunks of a stream before its end or error. `cached_tokens` is None if not reported."""
 
     var: str
     limit_s: float
@@ -64,21 +64,21 @@ class Read(Asked):
 
     @property
     def is_own_error(self) -> bool:
-        """Whether it got an error that the variable has for ever."""
+        """Whether the read got a permanent error of the variable."""
         return bool(self.error) and self.error not in TRANSIENT and self.error not in GONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetValue(Asked):
-    """The program gives a variable its value, of which `digest` is `digest_of`."""
+    """The program sets a variable. `digest` is `digest_of` the value."""
 
     var: str
     digest: str
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the program was told that the variable has a value: this one, or, of a request
-        that was sent again, one that was sent before."""
+        """Whether the answer says that the variable has a value. After a repeated request, that may
+        be the value of an earlier attempt."""
         return self.answered is not None and self.error in ("", "already_set")
 
 
@@ -94,7 +94,7 @@ class Close(Asked):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenCall:
-    """A call as the service shows it; times are since the session began."""
+    """A call as the service shows it. Times are seconds since the session began."""
 
     outputs: tuple[str, ...]
     state: str
@@ -105,7 +105,7 @@ class SeenCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """All calls of a program, when it had all its answers."""
+    """All calls of a program, at its end."""
 
     program: int
     calls: tuple[SeenCall, ...]
@@ -113,8 +113,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Life:
-    """A program from its beginning to its end; `ended` None: it never came to one. `result`: its
-    answer, and `expected` that of an undisturbed run."""
+    """A run of a program. `ended` is None if it hung. `expected` is the result without faults."""
 
     program: int
     kind: str
@@ -129,7 +128,8 @@ class Life:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbance:
-    """A fault. `loses_engine`: a call that ran then may have lost its engine."""
+    """An injected fault. With `loses_engine`, calls that ran during it may have lost their
+    engine."""
 
     fault: str
     target: str
@@ -140,8 +140,8 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """A server's own account in the end. `left`: what is still there and should not be; `broken`:
-    what its recount of its books found."""
+    """A server's internal state at the end. `left` counts objects that should have been freed.
+    `broken` is the error of its integrity check."""
 
     server: str
     left: dict[str, int]
@@ -150,8 +150,8 @@ class Account:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnsweredCall:
-    """A call that an engine's process answered, from its arrival there to its answer. ServeCore
-    counts it for the engine at least that long."""
+    """A call that an engine's process answered, with the times of its arrival and answer. ServeCore
+    counts the call for the engine at least from one to the other."""
 
     engine: str
     process: int
@@ -162,9 +162,10 @@ class AnsweredCall:
 
 @dataclass(slots=True)
 class History:
-    """`share`: calls that a tenant may always have in the queue, whatever others do. `patience_s`:
-    within which a call of a tenant with no more than that is done when nothing disturbs.
-    `tasks_capacity`: calls that ServeCore may place on an engine at once."""
+    """All records of a run.
+
+    A tenant may always have `share` calls in the queue. Without faults, each of these calls ends
+    within `patience_s` seconds. ServeCore may place `tasks_capacity` calls on an engine at once."""
 
     lives: list[Life] = field(default_factory=list)
     submits: list[Submit] = field(default_factory=list)
@@ -182,8 +183,8 @@ class History:
 
     @property
     def may_be_unwritten(self) -> bool:
-        """Whether there was a time in which what was told could not be written down: the disk was
-        full, or there was no way to the database."""
+        """Whether the journal was unavailable at some time: the disk was full, or the database was
+        unreachable."""
         faults = {one.fault for one in self.disturbances}
         return any(fault.startswith("disk-full") or "database" in fault for fault in faults)
 

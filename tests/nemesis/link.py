@@ -1,4 +1,4 @@
-"""A TCP link that can be cut, held up and slowed down: a proxy in user space."""
+"""A TCP proxy that can reset, stall and delay its connections."""
 
 import asyncio
 import socket
@@ -7,15 +7,15 @@ from contextlib import suppress
 from typing import Self
 
 _CHUNK = 2**16
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER for no time: the peer gets a reset
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with 0 s: closing sends a reset to the peer.
 
 
 class _Pair:
-    """A connection of a client, and the one that carries it on to the server."""
+    """A connection of a client, and its connection to the server."""
 
     def __init__(self, client: asyncio.StreamWriter, server: asyncio.StreamWriter) -> None:
         self.client, self.server = client, server
-        self.is_deaf = False  # both ends are open, and nothing passes any more
+        self.is_deaf = False  # the client's connection is open, but all data is discarded
         self.is_over = asyncio.Event()
 
     def reset(self) -> None:
@@ -28,8 +28,8 @@ class _Pair:
 
 
 class Link:
-    """Carries connections at `port` on to `target`, a port of this machine. Use as an asynchronous
-    context. What is held up passes, complete and in its order, when it is let go."""
+    """Forwards connections from `port` to `target`, a port of this machine. Use as an asynchronous
+    context manager. `heal` delivers stalled data completely and in order."""
 
     def __init__(self, target: int) -> None:
         self.target = target
@@ -53,22 +53,23 @@ class Link:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def reset(self) -> None:
-        """Break all connections, at both ends; new ones are carried."""
+        """Reset all connections at both ends. New connections work."""
         for pair in self._pairs:
             pair.reset()
 
     def stall(self) -> None:
-        """Hold up everything, new connections too."""
+        """Stall all connections, including new ones."""
         self._passes.clear()
 
     def half_open(self) -> None:
-        """Let all connections lose their servers, and let no client know; new ones are carried."""
+        """Close all connections to the server without notice to the clients. New connections
+        work."""
         for pair in self._pairs:
             pair.is_deaf = True
             pair.server.transport.abort()
 
     def heal(self) -> None:
-        """Carry everything again. Clients whose connection has lost its server get to know it."""
+        """Forward everything again. Half-open connections are reset at the client."""
         self.delay_s = 0.0
         self._passes.set()
         for pair in [pair for pair in self._pairs if pair.is_deaf]:
@@ -96,7 +97,7 @@ class Link:
     async def _carry(
         self, pair: _Pair, reader: asyncio.StreamReader, to: asyncio.StreamWriter
     ) -> None:
-        """From one end to the other, until the connection ends; a deaf one swallows all."""
+        """Forward data in one direction until the connection ends."""
         try:
             while chunk := await reader.read(_CHUNK):
                 if self.delay_s:

@@ -2,9 +2,8 @@
 
     python -m tests.nemesis.nightly
 
-Each part begins with a seed of its own, which is printed, so that it can be played alone with
-`python -m tests.nemesis --seed SEED --minutes 30`. The command fails if any promise was broken in
-any part."""
+Each part has its own seed, which is printed. `python -m tests.nemesis --seed SEED --minutes 30`
+repeats a part. The command fails if a promise was broken in any part."""
 
 import argparse
 import json
@@ -21,10 +20,10 @@ SHARES = ("--standby", "0.2", "--shards", "0.2", "--embedded", "0.1", "--divided
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the nemesis in parts.")
     parser.add_argument("--parts", type=int, default=4)
-    parser.add_argument("--minutes", type=float, default=30.0, help="of each part")
+    parser.add_argument("--minutes", type=float, default=30.0, help="minutes of each part")
     parser.add_argument("--parallel", type=int, default=2, help="rounds at once")
     parser.add_argument(
-        "--seed", type=int, default=None, help="of the first part; default: the day"
+        "--seed", type=int, default=None, help="seed of the first part; default: the day"
     )
     parser.add_argument("--folder", type=Path, default=Path("nemesis-nightly"))
     args = parser.parse_args()

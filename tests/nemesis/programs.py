@@ -1,4 +1,4 @@
-"""Programs whose answers are known: the same in every run, whatever happens meanwhile."""
+"""Programs with known answers, which must be the same with and without faults."""
 
 import asyncio
 import random
@@ -63,8 +63,8 @@ async def graph(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def agent(client: Client, variant: int, draw: random.Random) -> str:
-    """Turns that are read as they come, each with what a tool made of the last one; in the end what
-    the tools made is read again."""
+    """Turns of an agent. Each output is streamed, and a tool turns it into the input of the next
+    turn. At the end, all tool results are read again."""
     said: list[str] = []
     tools: list[str] = []
     note = f"Task {variant}."
@@ -83,7 +83,8 @@ async def agent(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def natives(client: Client, variant: int, draw: random.Random) -> str:
-    """One function joins two texts; another fails, with what depends on it, and nothing else."""
+    """One native function joins two texts. Another fails: only the call that depends on it
+    fails."""
     one = await client.call(f"One {variant}:", 12, reuse=False)
     two = await client.call(f"Two {variant}:", 12, reuse=False)
     joined = await client.native(_JOINS, {"a": one, "b": two})
@@ -103,7 +104,7 @@ async def race(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def leaver(client: Client, variant: int, draw: random.Random) -> str:
-    """A reader that goes away in the middle, and comes back."""
+    """A reader that disconnects in the middle of a stream and reads again."""
     out = await client.call(f"A long story {variant}:", 60, reuse=False)
     await client.stream(out, max_pieces=draw.randint(1, 3))
     await asyncio.sleep(draw.uniform(0.0, 0.3))
@@ -111,8 +112,8 @@ async def leaver(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def cancelled(client: Client, variant: int, draw: random.Random) -> str:
-    """What was cancelled stays so, and what depends on it; the rest goes on. It is cancelled again
-    and again: while the journal cannot be written nobody promises that one lasts."""
+    """A cancelled call and its dependent call stay cancelled; another call continues. The request
+    is repeated, because a cancellation may be lost while the journal cannot be written."""
     long = await client.call(f"For long {variant}:", 1500, reuse=False)
     behind = await client.call("Behind {{x}}:", 8, inputs={"x": long}, reuse=False)
     beside = await client.call(f"Beside {variant}:", 20, reuse=False)
@@ -130,18 +131,18 @@ async def cancelled(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def secret(client: Client, variant: int, draw: random.Random) -> str:
-    """A prompt that begins as other tenants' do."""
+    """A prompt with the same prefix as those of other tenants."""
     out = await client.call(f"{_SECRET}Number {variant}:", 8, is_secret=True, reuse=False)
     return await client.get(out)
 
 
 async def probe(client: Client, variant: int, draw: random.Random) -> str:
-    """The least that there is: how soon it has its answer tells how soon the service is back."""
+    """A minimal call, whose latency measures the recovery time after a fault."""
     return await client.get(await client.call(f"Is anybody there? {variant}:", 4, reuse=False))
 
 
 async def chat(client: Client, variant: int, draw: random.Random) -> str:
-    """A conversation by OpenAI's API, each turn sent until it is answered."""
+    """A conversation with OpenAI's chat API."""
     messages = [{"role": "user", "content": f"Hello {variant}"}]
     for turn in range(3):
         body = {"model": "sim", "messages": messages, "temperature": 0, "max_tokens": 20}
@@ -154,7 +155,7 @@ async def chat(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def responses(client: Client, variant: int, draw: random.Random) -> str:
-    """Responses that are stored, each behind the last one, and read again."""
+    """Stored responses, each of which continues the previous one. All are read again."""
     made: list[dict[str, Any]] = []
     for turn in range(3):
         body: dict[str, Any] = {"model": "sim", "input": f"Question {variant} {turn}"}
@@ -167,7 +168,7 @@ async def responses(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def background(client: Client, variant: int, draw: random.Random) -> str:
-    """A response that is made while nobody waits for it."""
+    """A background response, which is polled."""
     body = {"model": "sim", "input": f"Meanwhile {variant}", "background": True}
     sampling = {"temperature": 0, "max_output_tokens": 40}
     response = await client.vendor("begin", "/v1/responses", body | sampling)
@@ -180,7 +181,7 @@ async def background(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def sampled(client: Client, variant: int, draw: random.Random) -> str:
-    """Values that differ in each run: they are read again and again, and stay as they were."""
+    """Sampled values, which differ between runs of a call. Repeated reads must return the same."""
     first = await client.call(f"Dice {variant}:", 20, is_sampled=True)
     last = await client.call("After {{x}}:", 12, inputs={"x": first}, is_sampled=True)
     seen = [await client.get(first)]
@@ -194,7 +195,7 @@ async def sampled(client: Client, variant: int, draw: random.Random) -> str:
 
 
 async def sampled_response(client: Client, variant: int, draw: random.Random) -> str:
-    """A background response that differs in each run, read again after it has ended."""
+    """A sampled background response. Repeated reads must return the same text."""
     body = {"model": "sim", "input": f"Dice {variant}", "background": True}
     body |= {"temperature": 1, "max_output_tokens": 30}
     response = await client.vendor("begin", "/v1/responses", body)
@@ -210,7 +211,7 @@ async def sampled_response(client: Client, variant: int, draw: random.Random) ->
 
 
 async def two_models(client: Client, variant: int, draw: random.Random) -> str:
-    """Calls of two models that need each other, where there are engines of both."""
+    """A call of one model that depends on a call of another, if there are engines of both."""
     model = draw.choice([["sim"], [OTHER_MODEL]]) if client.has_models else []
     other = [OTHER_MODEL] if model == ["sim"] else ["sim"] if model else []
     first = await client.call(f"One model {variant}:", 15, models=model, reuse=False)
@@ -241,4 +242,4 @@ PROGRAMS: dict[str, Program] = {
     )
 }
 WITHOUT_SESSION = frozenset({"background", "chat", "responses", "sampled_response"})
-UNSHOWN = frozenset({"race"})  # losers go on, or not
+UNSHOWN = frozenset({"race"})  # The final state of the losing calls is not defined.

@@ -1,4 +1,4 @@
-"""A round: a service, programs without end, faults, and then what the checker says of it."""
+"""A round: run a service with programs, inject faults, and check the history."""
 
 import asyncio
 import random
@@ -25,23 +25,23 @@ LIMIT_S = 60.0
 MIXED = "mixed"
 _TITLES = {Layout.ONE: "", Layout.STANDBY: ", with a standby", Layout.SHARDS: ", with shards"}
 PROBE = "probe"
-"""The program that comes with each fault."""
-_PATIENCE_S = 20.0  # until all books are in order, when nobody asks for anything any more
+"""The program that starts together with each fault, to measure the recovery time."""
+_PATIENCE_S = 20.0  # Limit for servers to free everything after the last request.
 _SHORT_LIFE_S = 0.5
-_CALM = 0.8  # of the faults come when all servers are there
-_WEIGHTS = (4, 1, 1)  # of the tenants: one has most of the programs
+_CALM = 0.8  # Share of the faults that are injected only when all servers are ready.
+_WEIGHTS = (4, 1, 1)  # Shares of the programs by tenant. The first tenant has most.
 
 Answers = dict[tuple[str, int], str]
-"""What each program says in each variant when nothing happens."""
+"""The answer of each program and variant without faults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A round, as its seed decides. `faults`: what it draws from; `row`: what it counts as."""
+    """The parameters of a round, which follow from its seed."""
 
     seed: int
-    row: str
-    faults: tuple[str, ...]
+    row: str  # the row of the table for this round
+    faults: tuple[str, ...]  # the faults to choose from
     seconds: float
     num_engines: int
     engine: str
@@ -51,7 +51,7 @@ class Plan:
 
     @property
     def limit_s(self) -> float:
-        """Of a program, whatever happens. Divided engines take long to start, and are slow."""
+        """The time limit of a program. Engines with tensor parallelism start and run slowly."""
         return 3 * LIMIT_S if self.engine == DIVIDED else LIMIT_S
 
     @property
@@ -72,8 +72,8 @@ class Plan:
         standby_share: float = 0.0,
         shards_share: float = 0.0,
     ) -> "Plan":
-        """Every second round mixes the faults, the others take one each, in turn: of those that can
-        happen to what the round is drawn to have."""
+        """Draw the layout and engine of a round, and select faults that suit them. Every second
+        round mixes all these faults. The other rounds use one fault each, in turn."""
         draw = random.Random(seed)
         num_engines, drawn = draw.randint(2, 4), draw.random()
         engine = "embedded" if drawn < embedded_share else "sim"
@@ -101,22 +101,22 @@ class Plan:
 
 @dataclass(slots=True, kw_only=True)
 class Outcome:
-    """`recoveries`: seconds from a fault to the answer of a program that came with it, by fault.
-    `defects`: tracebacks in the servers' logs. `given_up`: programs of which a call lost too many
-    engines. `kept`: where the history is, if anything is wrong. `waited_for_cpu`: the fraction of
-    its time in which the round's process was ready and had no CPU. Above a half, engines seem
-    stuck, and violations may come from the machine."""
+    """The result of a round.
+
+    `waited_for_cpu` is the share of time in which the round's process was runnable but had no CPU.
+    Above 0.5, engines seem stuck, and violations may come from the machine."""
 
     plan: Plan
     programs: int = 0
     calls: int = 0
-    given_up: int = 0
+    given_up: int = 0  # programs with a call that lost too many engines
     faults: Counter[str] = field(default_factory=Counter)
     kills: Counter[str] = field(default_factory=Counter)
+    # By fault, the seconds from each fault to the answer of its probe.
     recoveries: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     violations: list[Violation] = field(default_factory=list)
-    defects: list[str] = field(default_factory=list)
-    kept: str = ""
+    defects: list[str] = field(default_factory=list)  # tracebacks in the servers' logs
+    kept: str = ""  # folder of the history, if there was a violation or defect
     waited_for_cpu: float = 0.0
 
 
@@ -158,7 +158,8 @@ class Round:
             await self._close()
 
     async def _close(self) -> None:
-        """Ask for the accounts; then let all sessions that nobody could end expire."""
+        """Collect the accounts of the servers, let the remaining sessions expire, and collect the
+        accounts again."""
         service = self._service
         accounts = await service.settled(_PATIENCE_S, without_sessions=False)
         async with service.lock(CORES):
@@ -205,7 +206,7 @@ class Round:
             await self._live(draw.choice(self._kinds), draw)
 
     def _urls(self) -> list[str]:
-        """Where the next program asks first, and where else: shards get them in turn."""
+        """Return the URLs of all ServeCores. Programs use the shards in turn as their first URL."""
         urls = self._service.urls
         first = self._num_programs % len(urls) if self._service.has_shards else 0
         return urls[first:] + urls[:first]
@@ -247,7 +248,7 @@ async def live(
     draw: random.Random,
     limit_s: float | None = None,
 ) -> str:
-    """A program from the beginning to the end of its session. Raises `TimeoutError`."""
+    """Run a program, including its session. Raises `TimeoutError`."""
     has_session = program.__name__ not in WITHOUT_SESSION
     try:
         async with asyncio.timeout(limit_s):
@@ -260,7 +261,7 @@ async def live(
                 await client.end()
             return result
     except TimeoutError:
-        await client.look_at_sets()
+        await client.read_set_values()
         raise
     finally:
         await client.close()
@@ -271,7 +272,7 @@ async def undisturbed(
     kinds: Iterable[str] = tuple(PROGRAMS),
     num_variants: int = NUM_VARIANTS,
 ) -> Answers:
-    """The answers of programs of these kinds on a service that is left alone."""
+    """Return the answers of the programs on a service without faults."""
     answers: Answers = {}
     with tempfile.TemporaryDirectory() as folder:
         service = Service(Path(folder))
@@ -290,8 +291,8 @@ async def undisturbed(
 async def play(
     plan: Plan, answers: Answers, keep: Path | None, database: Database | None = None
 ) -> Outcome:
-    """Play a round, with a `database` if it has a standby; if anything is wrong, its history and
-    logs are kept under `keep`."""
+    """Run a round. A round with a standby uses `database`. After a violation or defect, the history
+    and logs are kept in `keep`."""
     with tempfile.TemporaryDirectory(prefix="nemesis-") as folder:
         service = Service(Path(folder), has_shards=plan.layout is Layout.SHARDS)
         has_standby = plan.layout is Layout.STANDBY
@@ -312,7 +313,7 @@ async def play(
 
 
 def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
-    """The same, for a process of its own, with a database of its own."""
+    """Run a round in a separate process, with its own database."""
     ran_before, waited_before = _scheduled()
     with running_database() if plan.layout is Layout.STANDBY else nullcontext() as database:
         outcome = asyncio.run(play(plan, answers, keep, database))
@@ -323,7 +324,7 @@ def play_alone(plan: Plan, answers: Answers, keep: Path | None) -> Outcome:
 
 
 def _scheduled() -> tuple[int, int]:
-    """Nanoseconds in which this thread ran, and in which it was ready but did not run."""
+    """Return the nanoseconds in which this thread ran, and in which it waited for a CPU."""
     path = Path("/proc/thread-self/schedstat")
     ran, waited, _ = path.read_text().split() if path.exists() else ("0", "0", "")
     return int(ran), int(waited)

@@ -1,5 +1,5 @@
-"""The servers' processes: forked from one that has imported all they need, so that to start one
-again takes a twentieth of a second, with a wall clock that can be set and an account to give."""
+"""Server processes that start within 0.05 s, because they are forked from a process that has
+imported everything. Their wall clock can be set, and they report their internal state."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ _CONTEXT.set_forkserver_preload([__name__])
 
 
 class WallClock:
-    """Seconds by which the wall clock of all servers is wrong, in a file that they have mapped."""
+    """The error of the wall clock of all servers, in a memory-mapped file that they share."""
 
     def __init__(self, path: Path) -> None:
         if not path.exists():
@@ -56,21 +56,21 @@ class WallClock:
         return float(offset)
 
     def install(self) -> None:
-        """Let this process's time be so wrong."""
+        """Apply the error to the time of this process."""
         now, now_ns = time.time, time.time_ns
         time.time = lambda: now() + self.offset_s
         time.time_ns = lambda: now_ns() + int(1e9 * self.offset_s)
 
 
 class AnswerLog:
-    """The calls that an engine answered, a line each, in a file that outlives its process. Calls
-    that were aborted, or that died with the process, are not in it."""
+    """A file with a line for each call that an engine answered. Aborted calls, and calls that were
+    running when the process died, have no line."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def install(self, service: Any) -> None:
-        """Write down the calls of this engine from now on."""
+        """Log the calls of this engine from now on."""
         generate, generate_stream = service.generate, service.generate_stream
 
         async def logged(request: GenerateRequest, *args: Any) -> Any:
@@ -96,8 +96,8 @@ class AnswerLog:
 
 
 class Server:
-    """One server, which can be killed and started again. `run` is what its process does, with the
-    config, and with `facts`."""
+    """A server that can be killed and started again. Its process calls `run` with the path of its
+    config and with `facts`."""
 
     def __init__(
         self,
@@ -136,12 +136,12 @@ class Server:
 
     @property
     def ranks(self) -> list[int]:
-        """The processes that an engine's model is divided among, besides its own."""
+        """The ids of the other processes of an engine with tensor parallelism."""
         tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
         try:
             found = [Path(f"/proc/{pid}") for task in tasks for pid in task.read_text().split()]
             return [int(p.name) for p in found if _FOLLOWER in (p / "cmdline").read_bytes()]
-        except FileNotFoundError:  # one has just ended, and so do the others
+        except FileNotFoundError:  # a rank has just ended, so the others are ending
             return []
 
     def signal(self, signum: signal.Signals) -> None:
@@ -149,12 +149,12 @@ class Server:
             os.kill(self.pid, signum)
 
     async def kill(self) -> None:
-        """`kill -9`; returns when it is gone."""
+        """Send SIGKILL, and wait until the process has ended."""
         self.signal(signal.SIGKILL)
         await self.ended()
 
     async def stop(self) -> None:
-        """Ask it to end; returns when it has, or after it was killed for taking too long."""
+        """Send SIGTERM, and wait until the process has ended. Kills it after 20 s."""
         self.signal(signal.SIGTERM)
         try:
             await asyncio.wait_for(self.ended(), 20.0)
@@ -174,7 +174,7 @@ class Server:
         process.join()
 
     def fill_disk(self, room: int) -> None:
-        """Let no file of the process grow beyond what the journal has, and `room` bytes."""
+        """Limit the size of the process's files to that of the journal plus `room` bytes."""
         journal = Path(self.config["journal"])
         files = [
             path for path in journal.parent.glob(f"{journal.name}*") if path.suffix != ".reserve"
@@ -190,7 +190,8 @@ class Server:
 
 
 def _be(run: Callable[..., None], config: str, log: str, *facts: Any) -> None:
-    """What the new process does: its log is a file, and it ends with who started it."""
+    """The main function of a server process: write output to a log file, and end when the parent
+    process ends."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -220,7 +221,7 @@ def run_core(config: str, clock: str) -> None:
 
 
 def run_engine(config: str, clock: str, calls: str, advertised: int) -> None:
-    """`advertised`: the port at which ServeCore is to find it. `calls`: the file of its log."""
+    """Run an engine that registers with the port `advertised` and logs its calls to `calls`."""
     WallClock(Path(clock)).install()
     create, log = engine_server.create_app, AnswerLog(Path(calls))
 

@@ -1,5 +1,5 @@
-"""A ServeCore with its journal, or two with one in a database, or two shards, each with engines of
-its own; the engines, and the links between all of them and to the programs."""
+"""The service under test: one ServeCore with a journal file, two ServeCores with a journal in a
+database, or two shards with separate engines. All connections between servers go through links."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from tests.nemesis.servers import ACCOUNT, Server, WallClock, run_core, run_engi
 from tests.support.plain_sampling import PLAIN_SAMPLING
 
 CORES = "serve-core"
-"""The lock of the ServeCores, and the name of the first."""
+"""The lock of the ServeCores, and the name of the first ServeCore."""
 TENANTS = ("tenant-a", "tenant-b", "tenant-c")
-QUEUE = 16  # tasks: so few that tenants are refused when engines are gone
+QUEUE = 16  # Maximum queue size. Small, so that calls are rejected while engines are down.
 CORE: dict[str, Any] = {
     "api_keys": TENANTS,
     "cluster_token": "of-the-nemesis",
@@ -49,7 +49,8 @@ EMBEDDED: dict[str, Any] = {
     "instance": {"block_size": 16, "num_kv_cache_blocks": 1024, "num_threads": 1},
 }
 DIVIDED = "divided"
-"""The engine of the embedded model among three processes, which has to keep KV on the host."""
+"""An engine of the embedded model with three tensor-parallel processes. Its KV cache is so small
+that KV moves to CPU memory."""
 _DIVIDED_INSTANCE: dict[str, Any] = {
     "block_size": 16,
     "num_kv_cache_blocks": 128,
@@ -63,29 +64,29 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
     DIVIDED: EMBEDDED | {"instance": _DIVIDED_INSTANCE},
 }
 TAKEOVER_S = 8.0
-"""In which a standby serves, on a machine that is busy with much else."""
+"""Seconds within which a standby takes over, on a busy machine."""
 LATE_S = 5.0
-"""For which late engines are gone: longer than all timeouts that are about engines."""
+"""Seconds for which late engines are down: longer than all timeouts about engines."""
 OTHER_MODEL = "sim-b"
-"""The model of some engines, of sim engines without shards. It says the same as the other."""
+"""The model of every second sim engine in a layout without shards. Its outputs are the same."""
 START_S = 4.0
-"""In which one that was killed serves again. Clients of several ServeCores wait for it."""
+"""Seconds within which a killed shard serves again. Clients of shards wait for it."""
 _READY_S = 120.0
 _LOOK_S = 0.02
 _RESTART_S = 1.0
 
 
 class EngineLinks:
-    """The links of an engine: that of its ServeCores to it, and its own to each of them."""
+    """The links from ServeCores to an engine, and from the engine to each ServeCore."""
 
     def __init__(self, to_engine: Link, to_cores: Sequence[Link]) -> None:
         self.to_engine, self.to_cores = to_engine, to_cores
 
 
 class Service:
-    """Use what `running` gives. Servers that are disturbed are held by `held`, so that nobody else
-    does so at the same time. With a database there are two ServeCores, of which one serves; if it
-    `has_shards`, two that both do."""
+    """All servers and links, which exist within `running`. A fault holds the `lock` of its targets,
+    so that no other fault affects them. With a database, there are an active and a standby
+    ServeCore; with `has_shards`, two active ones."""
 
     def __init__(self, folder: Path, *, has_shards: bool = False) -> None:
         self.folder = folder
@@ -94,20 +95,20 @@ class Service:
         self.database: Database | None = None
         self.cores: list[Server] = []
         self.serving = 0
-        """Which of `cores`, when last looked."""
-        self.client_links: list[Link] = []  # to each of `cores`
-        self.database_links: list[Link] = []  # of each of `cores`
+        """The index of the active ServeCore in `cores`, as of the last check."""
+        self.client_links: list[Link] = []  # from clients to each of `cores`
+        self.database_links: list[Link] = []  # from each of `cores` to the database
         self.engines: dict[str, Server] = {}
         self.others: set[str] = set()  # the engines of the other model
         self.links: dict[str, EngineLinks] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ports: set[int] = set()
         self.engine_config: dict[str, Any] = {}
-        self.kills: Counter[str] = Counter()  # of ServeCore and of engines, by faults
+        self.kills: Counter[str] = Counter()  # of ServeCores and of engines
 
     @property
     def core(self) -> Server:
-        """The one that serves, if others stand by."""
+        """The active ServeCore, if the other is a standby."""
         return self.cores[self.serving]
 
     @property
@@ -115,17 +116,17 @@ class Service:
         return self.cores if self.has_shards else [self.core]
 
     def pick_core(self, draw: random.Random) -> int:
-        """Which of `cores`, of those that serve."""
+        """Return the index of an active ServeCore in `cores`."""
         return draw.randrange(len(self.cores)) if self.has_shards else self.serving
 
     @property
     def urls(self) -> list[str]:
-        """Where programs ask."""
+        """The URLs of all ServeCores for programs."""
         return [f"http://127.0.0.1:{link.port}" for link in self.client_links]
 
     @property
     def takeover_s(self) -> float:
-        """Seconds after a fault in which nobody may serve yet, though all is healed."""
+        """Seconds after a repaired fault in which no ServeCore may serve yet."""
         if self.database is not None:
             return TAKEOVER_S
         return START_S if self.has_shards else 0.0
@@ -137,7 +138,7 @@ class Service:
         return free_port("127.0.0.1", self._ports)
 
     def engine(self, name: str, port: int, advertised: int) -> Server:
-        """An engine's process, not started: it listens at `port`, and its links are there."""
+        """Create the server of an engine without starting it. Its links must exist."""
         links = self.links[name].to_cores
         core, *others = ({"host": "127.0.0.1", "port": link.port} for link in links)
         config = {"engine_name": name, "host": "127.0.0.1", "port": port, "serve_core": core}
@@ -151,7 +152,7 @@ class Service:
         return self.folder / f"{name}.calls"
 
     def answered_calls(self) -> Iterator[AnsweredCall]:
-        """Yield the calls that engines answered, also in processes that were killed."""
+        """Yield the calls that engines answered, including engines that were killed."""
         for name in self.engines:
             log = self._call_log(name)
             for line in log.read_text().splitlines() if log.exists() else ():
@@ -165,7 +166,8 @@ class Service:
         database: Database | None = None,
         **core: Any,
     ) -> AsyncIterator[None]:
-        """All of it, ready; killed in the end, but for the database."""
+        """Start all servers, and wait until they are ready. At the end, kill all but the
+        database."""
         self.engine_config, self.database = dict(engine), database
         if engine["engine_type"] == "sim" and not self.has_shards:
             self.others = {f"engine-{number}" for number in range(1, num_engines, 2)}
@@ -191,13 +193,14 @@ class Service:
                     await server.kill()
 
     def _cores_of(self, number: int) -> list[Server]:
-        """Whom an engine registers with: the one and its standbys, or its shard, in turn."""
+        """Return the ServeCores of an engine: the active one and its standby, or one shard."""
         return [self.cores[number % len(self.cores)]] if self.has_shards else self.cores
 
     @asynccontextmanager
     async def _managed(self) -> AsyncIterator[None]:
-        """Start a ServeCore again that has ended by itself, as a service manager does: one that
-        finds no database when it starts does so. Faults hold the lock while one is gone."""
+        """Restart ServeCores that have ended by themselves, like a service manager. A ServeCore
+        ends if it cannot reach its database at startup. Faults that stop a ServeCore hold its lock,
+        so it is not restarted meanwhile."""
 
         async def manage() -> None:
             while True:
@@ -215,7 +218,7 @@ class Service:
             await asyncio.gather(manager, return_exceptions=True)
 
     async def _make_cores(self, stack: AsyncExitStack, config: Mapping[str, Any]) -> None:
-        """One, or one and its standby, each with its own link to the database, or two shards."""
+        """Create one ServeCore, or one with a standby, or two shards, with their links."""
         names, address = [CORES], str(self.folder / "journal")
         if self.database is not None:
             names.append("serve-core-standby")
@@ -239,8 +242,8 @@ class Service:
                 core.config["shards"] = {"index": index, "cores": self.urls}
 
     async def ready(self) -> None:
-        """Wait until a ServeCore serves, or all shards do, with all engines. Raises `TimeoutError`
-        with the ends of the logs."""
+        """Wait until a ServeCore (or all shards) serves with all engines. Raises `TimeoutError`
+        with the last lines of the logs."""
         try:
             async with asyncio.timeout(_READY_S):
                 while not (await asyncio.to_thread(self._live)).issuperset(self.engines):  # noqa: ASYNC110
@@ -249,7 +252,7 @@ class Service:
             raise TimeoutError(f"not ready in {_READY_S:g} s:\n{self.logs()}") from None
 
     def _live(self) -> set[str]:
-        """The engines that the one ServeCore that serves has, or the shards if all do."""
+        """Return the engines of the active ServeCore, or of the shards if all of them serve."""
         found = []
         for number, core in enumerate(self.cores):
             token, port = CORE["cluster_token"], core.config["port"]
@@ -267,7 +270,7 @@ class Service:
         return "\n".join("\n".join([f"--- {name}", *lines]) for name, lines in tails)
 
     def errors(self) -> Iterator[str]:
-        """Yield the first lines of tracebacks in the logs: defects, whatever programs saw."""
+        """Yield the tracebacks in the logs. Each is a defect, even if no program was affected."""
         for log in sorted(self.folder.glob("*.log")):
             lines = log.read_text(errors="replace").splitlines()
             for number, line in enumerate(lines):
@@ -276,14 +279,14 @@ class Service:
                     yield f"{log.name}: {' / '.join(line.strip() for line in tail)}"
 
     async def kill(self, *servers: Server) -> None:
-        """`kill -9`, all at once; returns when they are gone."""
+        """Kill servers at the same time, and wait until they have ended."""
         self.kills.update("core" if server in self.cores else "engine" for server in servers)
         await asyncio.gather(*(server.kill() for server in servers))
 
     # Accounts
 
     async def account(self, server: Server) -> dict[str, Any]:
-        """What the server says of its books; `broken` if it says nothing."""
+        """Return the internal state that the server reports. Without an answer, it is `broken`."""
         answer = await asyncio.to_thread(
             ask, "127.0.0.1", server.config["port"], ACCOUNT, 10.0, CORE["cluster_token"]
         )
@@ -293,9 +296,9 @@ class Service:
         return account
 
     async def settled(self, patience_s: float, *, without_sessions: bool) -> list[Account]:
-        """The accounts of all servers, once nothing runs, each engine has the contexts that
-        ServeCore believes to be there, and, if so wanted, no session is there; at the latest after
-        `patience_s`."""
+        """Return the accounts of all servers when nothing runs and each engine has exactly the
+        contexts that ServeCore knows. `without_sessions` also waits until there are no sessions.
+        Returns the last accounts after `patience_s` seconds."""
         end = time.monotonic() + patience_s
         while True:
             accounts = await self._accounts()
@@ -317,6 +320,6 @@ class Service:
             own = await self.account(server)
             surplus = own.get("contexts", 0) - known[name]
             left = {"jobs": own.get("jobs", 0), "contexts too many": max(0, surplus)}
-            left["contexts that only ServeCore believes in"] = max(0, -surplus)
+            left["contexts that only ServeCore knows"] = max(0, -surplus)
             accounts.append(Account(server=name, left=left, broken=own["broken"]))
         return accounts

@@ -1,4 +1,4 @@
-"""What became of the values that programs set, by a history."""
+"""Check in a history that values that programs have set are neither lost nor changed."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -7,10 +7,10 @@ from tests.nemesis.history import History, Read, SetValue, digest_of
 
 
 def lost(history: History) -> Iterator[str]:
-    """Acknowledged values that were not there later."""
+    """Yield acknowledged values that later reads did not find, or that could be set again."""
     for value, reads, attempts in _acknowledged(history):
         for read in reads:
-            if read.error == "timed_out":  # a value is given at once
+            if read.error == "timed_out":  # a read of an existing value returns at once
                 yield f"the value that {_told(value)} was lost: a read of it found none"
         for again in attempts:
             is_first = again.is_acknowledged and not again.error
@@ -19,7 +19,7 @@ def lost(history: History) -> Iterator[str]:
 
 
 def changed(history: History) -> Iterator[str]:
-    """Acknowledged values that were others later, or errors."""
+    """Yield acknowledged values that later reads found changed or replaced by an error."""
     for value, reads, attempts in _acknowledged(history):
         acknowledged = {one.digest for one in attempts if not one.error and one.is_acknowledged}
         given = acknowledged or {one.digest for one in attempts}
@@ -33,8 +33,8 @@ def changed(history: History) -> Iterator[str]:
 
 
 def _acknowledged(history: History) -> Iterator[tuple[SetValue, list[Read], list[SetValue]]]:
-    """The first acknowledgement of each variable's value, what was read after it, and all attempts
-    to set that variable."""
+    """Yield the first acknowledgement of each variable's value, all later reads, and all attempts
+    to set the variable."""
     attempts: dict[str, list[SetValue]] = defaultdict(list)
     for one in history.sets:
         attempts[one.var].append(one)

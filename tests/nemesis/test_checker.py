@@ -1,5 +1,5 @@
-"""The checker finds each promise that is broken, in histories made by hand, and nothing in those
-where all are kept."""
+"""The checker finds each broken promise in histories that are written by hand, and finds nothing in
+histories without a broken promise."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,7 +57,7 @@ def fault(began: float, ended: float, name: str = "kill-engine", **changes: Any)
 
 
 def chain() -> History:
-    """Two calls, the second of which takes the first one's value; all is well."""
+    """Two calls without a violation. The second call reads the output of the first."""
     return History(
         lives=[life()],
         submits=[submit("one"), submit("two", 1.2, inputs=("v-one",))],
@@ -72,7 +72,7 @@ def found(history: History) -> set[str]:
     return {violation.promise for violation in check(history)}
 
 
-def test_where_all_promises_are_kept_nothing_is_found() -> None:
+def test_a_history_without_violations() -> None:
     assert check(chain()) == []
 
 
@@ -110,7 +110,7 @@ def test_c1_another_error() -> None:
 
 
 @pytest.mark.parametrize("error", ["unavailable", "timed_out", "queue_full"])
-def test_an_error_of_the_read_alone_says_nothing_of_the_variable(error: str) -> None:
+def test_a_transient_error_of_a_read_does_not_belong_to_the_variable(error: str) -> None:
     assert found(with_reads(read("v-one", error=error, at=0.5))) <= {"C8"}
 
 
@@ -119,7 +119,7 @@ def test_c2_an_acknowledged_call_is_lost(error: str) -> None:
     assert found(with_reads(read("v-one", error=error, at=5.0))) == {"C2"}
 
 
-def test_what_the_program_has_ended_is_not_lost() -> None:
+def test_an_ended_session_is_not_lost() -> None:
     assert check(with_reads(read("v-one", error="session_gone", at=9.5))) == []
 
 
@@ -129,7 +129,7 @@ def test_c2_a_repeated_request_is_done_twice() -> None:
     assert "C2" in found(history)
 
 
-def test_c2_a_call_is_missing_in_the_end() -> None:
+def test_c2_a_call_is_missing_at_the_end() -> None:
     history = chain()
     history.seen = [Seen(program=1, calls=history.seen[0].calls[:1])]
     assert found(history) == {"C2"}
@@ -142,13 +142,13 @@ def test_a_call_that_was_never_acknowledged_may_be_missing() -> None:
 
 
 def given(text: str, at: float = 0.5, **changes: Any) -> SetValue:
-    """A program sets the variable `v-note`."""
+    """Return a record of a program that sets the variable `v-note`."""
     fields: dict[str, Any] = {"program": 1, "answered": at + 0.1} | changes
     return SetValue(var="v-note", digest=digest_of(text), invoked=at, **fields)
 
 
 def with_note(*values: SetValue, reads: Sequence[Read] = ()) -> History:
-    """The first call takes what the program sets."""
+    """A history whose first call reads the variable that the program sets."""
     history = with_reads(*reads)
     history.submits[0] = replace(history.submits[0], inputs=("v-note",))
     history.sets += values
@@ -160,7 +160,7 @@ AGAIN = given("note", error="already_set")
 
 
 @pytest.mark.parametrize("values", [[given("note")], [UNANSWERED, AGAIN], [AGAIN, UNANSWERED]])
-def test_what_is_set_stays(values: list[SetValue], tmp_path: Path) -> None:
+def test_a_set_value_stays(values: list[SetValue], tmp_path: Path) -> None:
     before = [read("v-note", error="timed_out", at=0.1), read("v-note", error="timed_out", at=0.55)]
     after = [read("v-note", "note"), read("v-note", error="session_gone", at=9.5)]
     history = with_note(*values, reads=[*before, *after])
@@ -175,7 +175,7 @@ def violations(promise: str, history: History) -> list[str]:
 
 @pytest.mark.parametrize(("values", "answer"), [([given("note")], "200"), ([AGAIN], "already_set")])
 def test_c2_a_set_value_is_lost(values: list[SetValue], answer: str) -> None:
-    """What waits for it hangs."""
+    """A program that waits for the lost value hangs."""
     history = with_note(*values, reads=[read("v-note", error="timed_out", at=8.0)])
     history.lives = [life(ended=None)]
     assert found(history) == {"C2", "C4"}
@@ -185,7 +185,7 @@ def test_c2_a_set_value_is_lost(values: list[SetValue], answer: str) -> None:
 
 
 @pytest.mark.parametrize("error", ["not_found", "session_gone"])
-def test_c2_a_variable_is_lost_that_is_to_be_set(error: str) -> None:
+def test_c2_a_variable_is_lost_before_it_is_set(error: str) -> None:
     history = with_note(given("note", error=error))
     assert violations("C2", history) == [f"program 1: v-note was lost: {error}"]
 
@@ -197,25 +197,25 @@ def test_c2_a_set_value_is_set_again() -> None:
     assert check(with_note(UNANSWERED, given("note", 0.7), given("note", 0.65))) == []
 
 
-def test_what_was_never_acknowledged_may_be_lost() -> None:
+def test_an_unacknowledged_value_may_be_lost() -> None:
     assert check(with_note(UNANSWERED, reads=[read("v-note", error="timed_out", at=1.0)])) == []
 
 
 @pytest.mark.parametrize("values", [[given("note")], [UNANSWERED, AGAIN]])
-def test_c1_a_set_value_is_another_one(values: list[SetValue]) -> None:
+def test_c1_a_set_value_changes(values: list[SetValue]) -> None:
     history = with_note(*values, reads=[read("v-note", "not")])
     assert found(history) == {"C1"}
     (text,) = violations("C1", history)
     assert text.endswith("was 'not' later")
 
 
-def test_c1_only_what_was_acknowledged_may_be_there() -> None:
+def test_c1_an_unacknowledged_value_replaces_an_acknowledged_one() -> None:
     early = given("early", 0.2, error="unavailable")
     assert check(with_note(early, AGAIN, reads=[read("v-note", "early")])) == []
     assert found(with_note(early, given("note"), reads=[read("v-note", "early")])) == {"C1"}
 
 
-def test_c1_a_set_value_is_an_error() -> None:
+def test_c1_a_set_value_becomes_an_error() -> None:
     history = with_note(given("note"), reads=[read("v-note", error="cancelled")])
     (text,) = violations("C1", history)
     assert text.endswith("was an error later: cancelled")
@@ -229,7 +229,7 @@ def test_c1_a_variable_is_set_to_two_values() -> None:
     "first",
     [call("v-one", 1.5, 2.2), call("v-one", 1.5, None), call("v-one", 1, 1, state="failed")],
 )
-def test_c3_a_call_starts_before_its_input_is_there(first: SeenCall) -> None:
+def test_c3_a_call_starts_before_its_input_is_ready(first: SeenCall) -> None:
     history = chain()
     history.seen = [Seen(program=1, calls=(first, history.seen[0].calls[1]))]
     assert "C3" in found(history)
@@ -269,11 +269,11 @@ def failing(fails: bool = True, **second: Any) -> History:
     return history
 
 
-def test_a_failure_reaches_what_depends_on_it() -> None:
+def test_a_failure_reaches_dependent_calls() -> None:
     assert check(failing(error="native_function_failed")) == []
 
 
-def test_c5_what_depends_on_a_failure_has_a_value() -> None:
+def test_c5_a_call_with_a_failed_input_has_a_value() -> None:
     assert found(failing(text="two")) == {"C5"}
 
 
@@ -281,19 +281,19 @@ def test_c5_a_failure_without_a_reason() -> None:
     assert found(failing(fails=False, error="native_function_failed")) == {"C5"}
 
 
-def test_c5_a_failure_reaches_what_does_not_depend_on_it() -> None:
+def test_c5_a_failure_reaches_an_independent_call() -> None:
     history = failing(error="native_function_failed")
     history.submits[1] = replace(history.submits[1], inputs=())
     assert found(history) == {"C5"}
 
 
-def test_c5_what_must_fail_has_a_value() -> None:
+def test_c5_a_call_that_must_fail_has_a_value() -> None:
     history = chain()
     history.submits[1] = replace(history.submits[1], fails=True)
     assert found(history) == {"C5"}
 
 
-def test_c5_a_call_may_fail_that_has_lost_three_engines() -> None:
+def test_c5_a_call_that_lost_three_engines_may_fail() -> None:
     history = failing(fails=False, error="engine_failed")
     history.reads[0] = replace(history.reads[0], error="engine_failed")
     faults = [fault(1.5, 1.6), fault(2.0, 2.1)]
@@ -301,7 +301,7 @@ def test_c5_a_call_may_fail_that_has_lost_three_engines() -> None:
     assert check(with_fault(history, fault(2.5, 2.6))) == []
 
 
-def test_c5_what_was_cancelled_may_fail() -> None:
+def test_c5_a_cancelled_call_may_fail() -> None:
     history = failing(fails=False, error="cancelled")
     history.cancels.append(Cancel(program=1, var="v-one", invoked=1.5, answered=1.6))
     assert check(history) == []
@@ -319,7 +319,7 @@ def test_a_stream_may_break_off() -> None:
     assert check(with_reads(read("v-two", pieces=("t", "w"), error="unavailable"))) == []
 
 
-def test_c6_two_calls_make_a_variable() -> None:
+def test_c6_two_calls_produce_a_variable() -> None:
     history = chain()
     calls = history.seen[0].calls
     history.seen = [Seen(program=1, calls=(*calls, calls[0]))]
@@ -334,7 +334,7 @@ def test_a_cancellation_may_be_forgotten_while_nothing_can_be_written(name: str)
     assert check(with_fault(history, fault(1.0, 1.7, name, loses_engine=False))) == []
 
 
-def test_so_its_reader_may_have_seen_the_input_fail_and_be_made() -> None:
+def test_a_dependent_call_may_succeed_after_a_forgotten_cancellation() -> None:
     history = with_reads(read("v-one", error="cancelled", at=1.5, answered=1.6))
     history.cancels.append(Cancel(program=1, var="v-one", invoked=1.4, answered=1.5))
     assert "C5" in found(history)
@@ -355,7 +355,7 @@ def test_c6_a_program_has_another_answer(changes: dict[str, str]) -> None:
         Account(server="serve-core", left={}, broken="2 != 3"),
     ],
 )
-def test_c7_something_is_left(account: Account) -> None:
+def test_c7_something_was_not_freed(account: Account) -> None:
     history = chain()
     history.accounts.append(account)
     assert found(history) == {"C7"}
@@ -371,7 +371,7 @@ def test_c8_a_tenant_is_refused_within_its_share() -> None:
     assert check(with_fault(history, fault(0.5, 0.6, DISK_FULL))) == []
 
 
-def test_what_was_answered_without_a_call_is_in_the_queue_no_more() -> None:
+def test_c8_ignores_submissions_that_created_no_call() -> None:
     history = chain()
     history.share = 3
     refused = submit("three", 1.3, outputs=(), error="queue_full")
@@ -380,7 +380,7 @@ def test_what_was_answered_without_a_call_is_in_the_queue_no_more() -> None:
     assert check(history) == []
     history.share = 4
     assert found(history) == {"C8"}
-    history.submits[-1] = replace(before, error="unavailable")  # it may be there
+    history.submits[-1] = replace(before, error="unavailable")  # the call may exist
     assert check(history) == []
 
 
@@ -395,7 +395,7 @@ def test_c8_a_tenant_waits_for_another() -> None:
 
 
 def prompted(tenant: str, cached_tokens: int, attempts: int = 1) -> History:
-    """A program asked with a prompt, then another one with one that begins alike."""
+    """Two programs whose prompts have the same prefix."""
     secret = "The password is fish. "
     history = chain()
     history.submits[0] = replace(history.submits[0], prompt=secret + "Say it.")
@@ -407,7 +407,7 @@ def prompted(tenant: str, cached_tokens: int, attempts: int = 1) -> History:
     return history
 
 
-def test_c9_another_tenant_s_prompt_was_there() -> None:
+def test_c9_a_call_finds_the_prompt_of_another_tenant() -> None:
     assert found(prompted("b", 20)) == {"C9"}
     assert check(prompted("b", 0)) == []
     assert check(prompted("a", 22)) == []
@@ -432,12 +432,14 @@ def with_calls(*calls: list[AnsweredCall]) -> History:
     return history
 
 
-def test_c10_an_engine_had_more_calls_than_it_may() -> None:
+def test_c10_an_engine_had_more_calls_than_its_capacity() -> None:
     two = on_engine((1.0, 2.0), (1.2, 2.0))
     assert check(with_calls(two, on_engine((2.0, 3.0)))) == []
     assert found(with_calls(two, on_engine((1.5, 3.0)))) == {"C10"}
-    assert check(with_calls(two, on_engine((1.5, 3.0), process=2))) == [], "it was replaced"
-    assert check(with_calls(two, on_engine((1.96, 3.0)))) == [], "two may have been cancelled"
+    assert check(with_calls(two, on_engine((1.5, 3.0), process=2))) == [], (
+        "a new process has no calls of the old one"
+    )
+    assert check(with_calls(two, on_engine((1.96, 3.0)))) == [], "two calls may have been cancelled"
 
 
 def test_c10_an_interactive_call_may_exceed_the_limit_by_its_tenants_share() -> None:

@@ -1,4 +1,4 @@
-"""A link carries bytes, and does to its connections what it is told."""
+"""A link forwards bytes, and can reset, stall and delay its connections."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -9,11 +9,11 @@ import pytest
 from tests.nemesis.link import Link
 
 PATIENCE_S = 20
-SOON_S = 0.1  # in which nothing comes
+SOON_S = 0.1  # Seconds to wait before the test concludes that no data arrives.
 
 
 class Echo:
-    """A link to a server that says everything again; `served`: the server's connections."""
+    """A link to a server that echoes all data. `served` are the connections of the server."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -65,7 +65,7 @@ async def echoing() -> AsyncIterator[Echo]:
                     await peer.writer.wait_closed()
 
 
-async def test_it_carries_both_ways_and_the_end() -> None:
+async def test_data_and_end_are_forwarded_in_both_directions() -> None:
     async with echoing() as echo:
         peer = await echo.peer()
         assert await peer.echoed(b"hello") == b"hello"
@@ -73,7 +73,7 @@ async def test_it_carries_both_ways_and_the_end() -> None:
         assert await peer.reader.read() == b""
 
 
-async def test_a_reset_reaches_both_ends_and_new_connections_are_carried() -> None:
+async def test_a_reset_reaches_both_ends_and_new_connections_work() -> None:
     async with echoing() as echo:
         peer = await echo.peer()
         await peer.echoed(b"hello")
@@ -94,7 +94,7 @@ async def test_a_server_that_dies_breaks_the_connection() -> None:
             assert await peer.reader.read() == b""
 
 
-async def test_what_is_held_up_passes_later_in_its_order() -> None:
+async def test_stalled_data_arrives_later_in_order() -> None:
     async with echoing() as echo:
         peer = await echo.peer()
         await peer.echoed(b"hello")
@@ -126,7 +126,7 @@ async def test_a_half_open_connection_is_silent_until_it_is_healed() -> None:
             await peer.reader.read()
 
 
-async def test_it_is_slowed_down() -> None:
+async def test_delay() -> None:
     async with echoing() as echo:
         peer = await echo.peer()
         await peer.echoed(b"hello")

@@ -1,4 +1,4 @@
-"""A short round on real processes: everything happens, and every promise is kept."""
+"""Short rounds on real processes with many faults break no promise."""
 
 import asyncio
 import importlib
@@ -23,7 +23,7 @@ from tests.support.postgres import Server
 KINDS = ("agent", "leaver", "map_reduce", "probe", "responses")
 FAULTS_OF_CI = ("kill-both", "kill-core", "kill-engine", "core-engine-reset", "engine-core-stall")
 SEED = 11
-SEED_OF_LATE_DEATH = 1  # near the end of the first second, when programs have begun
+SEED_OF_LATE_DEATH = 1  # ServeCore dies about 1 s after the start, when programs are running.
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,9 @@ def test_a_round_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
     assert outcome.programs > len(outcome.recoveries)
 
 
-def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Path) -> None:
+def test_a_round_with_a_standby_breaks_no_promise(
+    answers: Answers, postgres: Server, tmp_path: Path
+) -> None:
     faults = ("kill-core", "stop-core", "kill-database", "core-database-stall")
     plan = Plan.of(SEED, faults, 3.0, concurrency=4, standby_share=1.0)
     assert plan.layout is Layout.STANDBY
@@ -51,7 +53,7 @@ def test_with_a_standby_neither(answers: Answers, postgres: Server, tmp_path: Pa
     assert outcome.faults
 
 
-def test_with_shards_neither(answers: Answers, tmp_path: Path) -> None:
+def test_a_round_with_shards_breaks_no_promise(answers: Answers, tmp_path: Path) -> None:
     faults = ("kill-core", "kill-engine", "stop-core", "stop-engine", "rolling-restart")
     plan = Plan.of(SEED, faults, 3.0, concurrency=4, shards_share=1.0)
     assert plan.layout is Layout.SHARDS
@@ -84,8 +86,8 @@ async def test_the_link_of_an_engine_to_its_shard_can_be_cut(tmp_path: Path) -> 
         assert await fault.run(service, random.Random(seed)) == "engine-0-core"
 
 
-def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
-    """Without a journal, who dies forgets."""
+def test_lost_calls_are_found(answers: Answers, tmp_path: Path) -> None:
+    """Without a journal, a killed ServeCore loses its sessions."""
     answers = {key: answer for key, answer in answers.items() if key[0] in ("agent", "probe")}
     plan = replace(
         Plan.of(SEED_OF_LATE_DEATH, ("kill-core",), 2.0, concurrency=2), has_journal=False
@@ -95,18 +97,18 @@ def test_what_is_lost_is_found(answers: Answers, tmp_path: Path) -> None:
     assert (Path(outcome.kept) / "history.json").exists()
 
 
-async def test_what_a_program_had_set_is_read_once_when_it_hangs() -> None:
+async def test_a_hanging_program_reads_its_set_values_once() -> None:
     fields = {"program": 1, "digest": digest_of("note"), "invoked": 0.0, "answered": 0.1}
     own = SetValue(var="own", **fields)
     others = [replace(own, var="of-another", program=2), replace(own, var="no", answered=None)]
     history = History(sets=[own, *others, replace(own, error="already_set")])
-    client = Client(1, "a", ["http://127.0.0.1:1"], history)  # where nobody answers
+    client = Client(1, "a", ["http://127.0.0.1:1"], history)  # no server listens there
     with pytest.raises(TimeoutError):
         await live(PROGRAMS["probe"], client, 0, random.Random(0), limit_s=0.01)
     assert [(read.var, read.error) for read in history.reads] == [("own", "unavailable")]
 
 
-def test_a_seed_decides_a_round() -> None:
+def test_a_seed_determines_a_round() -> None:
     shares = {"standby_share": 0.4, "shards_share": 0.3, "divided_share": 0.5}
     plans, again = ([Plan.of(n, tuple(FAULTS), 4.0, **shares) for n in range(600)] for _ in "ab")
     assert plans == again
@@ -117,7 +119,7 @@ def test_a_seed_decides_a_round() -> None:
     assert {plan.engine for plan in plans} == {"sim", DIVIDED}
 
 
-def test_a_fault_decides_which_servers_there_are() -> None:
+def test_a_fault_determines_the_layout() -> None:
     assert Plan.of(0, ("kill-database",), 4.0, shards_share=1.0).layout is Layout.STANDBY
     assert Plan.of(0, ("disk-full",), 4.0, standby_share=1.0).layout is Layout.ONE
     assert Plan.of(0, ("kill-cores",), 4.0).layout is Layout.SHARDS
