@@ -84,6 +84,17 @@ def test_a_task_with_two_consumers_has_the_earlier_deadline(
     assert objective(graph, shared).deadline == 40
 
 
+@pytest.mark.parametrize("deadlines", [(40, 60), (60, 40)])
+def test_a_call_submitted_after_its_readers_has_the_earlier_deadline(
+    graph: SessionGraph, deadlines: tuple[int, int]
+) -> None:
+    variable = graph.add_variable("x")
+    for deadline in deadlines:
+        add_reader(graph, variable, Criteria.LATENCY, deadline=deadline)
+    graph.submit(semantic("a {{y}}", made("y", variable.id)))
+    assert objective(graph, variable.id).deadline == 40
+
+
 def test_a_later_stricter_reader_tightens_all_producers(graph: SessionGraph) -> None:
     a = link_call(graph, "a", [])
     b = link_call(graph, "b", [a])
