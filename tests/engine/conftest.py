@@ -1,10 +1,11 @@
-"""Torch must not be loaded before `parrot.engine` has settled how its threads wait.
+"""Settings for kernel tests. `parrot.engine` must be imported before torch, because it sets how
+torch's threads wait.
 
-Where there is no CUDA device, the kernels run in Triton's interpreter. `triton.jit` decides when it
-decorates, and parts of Triton that load later look again, so the variable is set before the kernels
-are first imported and stays. Nothing else on such a machine runs a kernel; a test that must compile
-one does so in a process without the variable. On a machine with a device these tests skip, and
-tests/gpu runs the same cases."""
+Without a CUDA device, the kernels run in Triton's interpreter. `triton.jit` reads TRITON_INTERPRET
+when it decorates a kernel, and parts of Triton that load later read it again. So the variable is
+set before the first import of a kernel, and it stays set. Tests that must compile a kernel do so in
+a process without the variable. With a CUDA device, the interpreter tests are skipped and tests/gpu
+runs the same cases."""
 
 import importlib.util
 import os
@@ -29,7 +30,8 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_kernels() -> None:
-    """Tests of kernels have imported them by now, and Triton with them."""
+    """Speed up the interpreter. By now, the tests of kernels have imported the kernels and
+    Triton."""
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         from tests.support import quick_interpreter
 

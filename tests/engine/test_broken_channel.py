@@ -1,5 +1,5 @@
-"""A channel whose connection breaks while outputs are generated: none of their text is lost, or
-comes twice or late."""
+"""The connection of a channel breaks while outputs are generated. No text is lost, repeated or
+late."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ INSTANCE = {"step_s": 0.002, "prefill_token_s": 0.0, "sequence_s": 0.0, "context
 
 
 class Relay:
-    """Passes bytes on between clients and a server, and breaks connections."""
+    """Passes bytes between clients and a server, and can break connections."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -41,7 +41,7 @@ class Relay:
         writer.close()
 
     def break_channels(self) -> int:
-        """Returns how many were broken."""
+        """Break all channels. Returns their number."""
         channels, self._channels = self._channels, []
         for writer in channels:
             writer.transport.abort()
@@ -76,7 +76,7 @@ def wanted(context_id: int, **sampling: Any) -> GenerateRequest:
 
 
 class Output:
-    """What came of an output, which says when it has so many tokens."""
+    """The chunks of an output. A test can wait for a number of tokens."""
 
     def __init__(self) -> None:
         self.chunks: list[StreamChunk] = []
@@ -101,7 +101,7 @@ class Output:
                 await self._came.wait()
 
 
-async def test_the_rest_of_each_output_comes_as_it_is_made() -> None:
+async def test_the_rest_of_each_output_is_streamed_after_a_break() -> None:
     async with relayed() as (client, relay):
         outputs = [Output() for _ in range(4)]
         samplings: list[dict[str, Any]] = [{}, {"logprobs": 2}, {"stop_str": ["\x00"]}, {}]
@@ -113,12 +113,12 @@ async def test_the_rest_of_each_output_comes_as_it_is_made() -> None:
         assert relay.break_channels() == 1
         await asyncio.gather(*(output.has(120) for output in outputs))
         assert not any(call.done() for call in running)
-        # Another one meanwhile has a channel of its own.
+        # A new request opens a new channel.
         another = Output()
         answer = await client.generate(wanted(9), another.take)
         for output, call in zip([*outputs, another], [*running, None], strict=True):
             whole = answer if call is None else await call
-            # The answer may come before the last pieces, and has them, too.
+            # The answer may arrive before the last chunks. It contains their tokens.
             assert output.ids == whole.generated_ids[: len(output.ids)]
             assert whole.generated_text.startswith(output.text)
         likely = [chunk.logprobs for chunk in outputs[1].chunks]
@@ -126,7 +126,7 @@ async def test_the_rest_of_each_output_comes_as_it_is_made() -> None:
         assert relay.break_channels() == 1
 
 
-async def test_outputs_that_end_while_they_are_followed_leave_nothing() -> None:
+async def test_an_output_that_is_cancelled_after_a_break_leaves_nothing() -> None:
     async with relayed() as (client, relay):
         output = Output()
         call = asyncio.create_task(client.generate(wanted(1), output.take))

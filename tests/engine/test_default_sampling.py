@@ -1,4 +1,5 @@
-"""A request's sampling, an engine's config and a model's files: which holds, in this order."""
+"""The order of defaults for sampling: the request, then the engine's config, then the model's
+files."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -52,7 +53,7 @@ def config_of(kind: str, model: str, **keys: Any) -> AnyEngineConfig:
 
 
 async def tokens(service: EngineService, context_id: int, **sampling: Any) -> list[int]:
-    """What is generated behind one prompt."""
+    """The generated tokens after a fixed prompt."""
     wanted = {"max_gen_length": 24, "ignore_tokenizer_eos": True} | sampling
     request = GenerateRequest(
         context_id=context_id,
@@ -80,7 +81,7 @@ async def test_a_model_that_does_not_sample_is_greedy(
 
 
 @pytest.mark.parametrize("kind", ["builtin", "huggingface"])
-async def test_the_engines_config_goes_before_the_model(
+async def test_the_engines_config_overrides_the_model(
     kind: str, start: Start, tmp_path: Path
 ) -> None:
     generation = {"temperature": 0.9, "top_k": 1, "repetition_penalty": 1.5}
@@ -105,7 +106,7 @@ async def test_an_output_with_a_grammar_may_repeat_itself(start: Start, tmp_path
 
 
 @pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "repetition_penalty"])
-def test_values_of_a_model_that_cannot_be_are_ignored(
+def test_invalid_values_of_a_model_are_ignored(
     field: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = model_with(tmp_path / "model", **{"min_p": 0.1, field: "much"})
@@ -114,18 +115,18 @@ def test_values_of_a_model_that_cannot_be_are_ignored(
     assert f"`{field}` is 'much', which is ignored" in caplog.text
 
 
-def test_the_embedded_model() -> None:
+def test_the_defaults_of_the_embedded_model() -> None:
     wanted = DefaultSampling(temperature=0.2, top_p=0.9, repetition_penalty=1.1)
     assert open_checkpoint("embedded").default_sampling == wanted
 
 
-async def test_a_simulated_engine_reports_its_own(start: Start) -> None:
+async def test_a_simulated_engine_reports_its_defaults(start: Start) -> None:
     service = await start(SimConfig.model_validate({"default_sampling": {"temperature": 0.4}}))
     wanted = NEUTRAL_SAMPLING.model_copy(update={"temperature": 0.4})
     assert service.engine_info().default_sampling == wanted
 
 
-def test_a_server_behind_an_engine_has_its_own_defaults() -> None:
+def test_an_openai_engine_accepts_no_default_sampling() -> None:
     given = {"engine_type": "openai", "model": "m", "default_sampling": {"temperature": 0.4}}
     with pytest.raises(ConfigError, match="default_sampling"):
         parse_engine_config(given, "engine.json")

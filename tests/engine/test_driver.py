@@ -1,4 +1,4 @@
-"""What both drivers promise, whatever a verb or the device does."""
+"""The guarantees of both drivers when a verb or the device fails."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ CONFIG = SimConfig.model_validate({"instance": dict.fromkeys(COSTS, 0.0)})
 
 
 class BlockingRunner(SimRunner):
-    """Steps wait while `may_run` is not set, like those of a stuck device."""
+    """Steps wait until `may_run` is set, as on a stuck device."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG.instance, MonotonicClock())
@@ -89,7 +89,7 @@ async def check_serves(driver: Driver, number: int) -> None:
     await ask(driver, lambda core: core.check_integrity())
 
 
-async def test_a_verb_that_fails_costs_no_request_anything(driver: Driver) -> None:
+async def test_a_verb_that_fails_affects_no_request(driver: Driver) -> None:
     running = submit(driver, 1, SamplingConfig(max_gen_length=200))
     driver.post(lambda core: 1 / 0)  # type: ignore[arg-type,return-value]
     with pytest.raises(ZeroDivisionError):
@@ -100,7 +100,7 @@ async def test_a_verb_that_fails_costs_no_request_anything(driver: Driver) -> No
     await check_serves(driver, 2)
 
 
-async def test_a_request_that_cannot_be_entered_fails_alone(driver: Driver) -> None:
+async def test_a_request_that_cannot_be_submitted_fails_alone(driver: Driver) -> None:
     running = submit(driver, 1, SamplingConfig(max_gen_length=200))
     broken = submit(driver, 2, object())
     with pytest.raises(EngineFailed, match="internal error"):
@@ -109,7 +109,7 @@ async def test_a_request_that_cannot_be_entered_fails_alone(driver: Driver) -> N
     await check_serves(driver, 3)
 
 
-def test_one_broken_sink_does_not_keep_the_others_from_theirs() -> None:
+def test_a_sink_that_fails_does_not_affect_other_sinks() -> None:
     got: list[int] = []
     deliver([(lambda _: 1 / 0, None), (got.append, 7)])
     assert got == [7]
@@ -134,9 +134,7 @@ async def test_an_engine_whose_thread_has_died_is_lost(monkeypatch: pytest.Monke
     await driver.close()
 
 
-async def test_a_stuck_device_shows_in_the_steps_and_does_not_keep_the_engine_from_closing() -> (
-    None
-):
+async def test_an_engine_with_a_stuck_device_reports_no_steps_and_can_be_closed() -> None:
     runner = BlockingRunner()
     driver = ThreadDriver(lambda: make_core(runner), patience_s=0.05)
     service = RunnerService(CONFIG, driver, warm_up=True)

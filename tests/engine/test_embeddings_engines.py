@@ -1,4 +1,4 @@
-"""Embeddings from engines of each type: those of transformers, and honest refusals."""
+"""Embeddings from engines of each type: equal to transformers, or a clear refusal."""
 
 import asyncio
 import re
@@ -65,10 +65,10 @@ async def embed(service: EngineService, request: EmbedRequest) -> EmbedResponse:
 
 @pytest.mark.parametrize("engine_type", ["builtin", "huggingface"])
 @pytest.mark.parametrize("pooling", ["mean", "last"])
-async def test_together_and_alone_and_in_chunks(
+async def test_embeddings_in_batches_alone_and_in_chunks(
     folder: Path, engine_type: str, pooling: str
 ) -> None:
-    """While something else generates; afterwards nothing is left."""
+    """Another request generates meanwhile. At the end, no job and no context is left."""
     config = parse_engine_config(
         {
             "engine_type": engine_type,
@@ -125,14 +125,14 @@ async def simulated() -> AsyncIterator[EngineClient]:
     await service.close()
 
 
-async def test_a_simulated_engine_has_none() -> None:
+async def test_a_simulated_engine_refuses_embeddings() -> None:
     async with simulated() as engine:
         with pytest.raises(UnsupportedField, match="of type sim makes no embeddings"):
             await engine.embed(EmbedRequest(inputs=["a"]))
 
 
 async def close_empty(service: EngineService) -> None:
-    """Close an engine that has nothing left of what it was asked."""
+    """Close an engine after checking that it holds no jobs and no KV."""
     await service.free_contexts([])
     service.check_integrity()
     info = service.runtime_info()
@@ -154,7 +154,7 @@ async def foreign(fake: FakeOpenAI) -> AsyncIterator[EngineService]:
         await service.close()
 
 
-async def test_a_foreign_server_makes_them() -> None:
+async def test_a_foreign_server_makes_embeddings() -> None:
     fake = FakeOpenAI()
     async with foreign(fake) as service:
         answer = await embed(service, EmbedRequest(inputs=["ab", [5, 6, 7]]))
@@ -184,10 +184,11 @@ INVALID = "1 validation error: {'type': 'string_type', 'loc': ('body', 'input', 
         (400, "The model does not support Embeddings API", InvalidRequest),
     ],
 )
-async def test_a_foreign_server_refuses(
+async def test_refusals_of_a_foreign_server(
     status: int, message: str, error: type[ParrotError]
 ) -> None:
-    """As vLLM, llama.cpp's server and llama-cpp-python do; none is asked again."""
+    """The cases are responses of vLLM, llama.cpp's server and llama-cpp-python. The engine does not
+    retry them."""
     fake = FakeOpenAI(faults=[Fault(status, {"error": {"message": message}})])
     async with foreign(fake) as service:
         with pytest.raises(error, match=re.escape(message[:20])):
@@ -205,10 +206,10 @@ async def test_a_foreign_server_refuses(
         ([{"embedding": "AAAA"}], EngineFailed),
     ],
 )
-async def test_a_foreign_server_answers_something_else(
+async def test_invalid_embeddings_from_a_foreign_server(
     data: list[Any], error: type[ParrotError]
 ) -> None:
-    """llama-cpp-python has a vector of each token for models that it cannot pool."""
+    """llama-cpp-python returns a vector for each token if it cannot pool the model's states."""
     fake = FakeOpenAI(faults=[Fault(200, {"data": data})])
     async with foreign(fake) as service:
         with pytest.raises(error):

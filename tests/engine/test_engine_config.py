@@ -52,7 +52,7 @@ ORIGINAL_OPENAI = {
 }
 
 
-def test_the_originals_local_config_loads_with_the_same_meaning():
+def test_the_local_config_of_the_original_parrot_loads():
     config = parse_engine_config(ORIGINAL_LOCAL, "original")
     assert isinstance(config, BuiltinConfig)
     assert config.instance.attn_func == "auto"
@@ -61,7 +61,7 @@ def test_the_originals_local_config_loads_with_the_same_meaning():
     assert config.scheduler.max_num_batched_tokens == 2560
 
 
-def test_the_originals_other_attention_functions_keep_their_block_size():
+def test_attention_functions_of_the_original_parrot_keep_their_block_size():
     instance = {
         "num_kv_cache_blocks": 1000,
         "block_size": 16,
@@ -77,20 +77,20 @@ def test_the_originals_other_attention_functions_keep_their_block_size():
 
 
 @pytest.mark.parametrize("policy", ["fifo", "tgi"])
-def test_the_originals_policies_mean_by_arrival(policy):
+def test_policies_of_the_original_parrot_mean_first_come_first_served(policy):
     scheduler = {**ORIGINAL_LOCAL["scheduler"], "policy": policy}
     config = parse_engine_config({**ORIGINAL_LOCAL, "scheduler": scheduler}, "original")
     assert config.scheduler.policy == "fcfs"
 
 
-def test_the_originals_openai_config_loads():
+def test_the_openai_config_of_the_original_parrot_loads():
     config = parse_engine_config(ORIGINAL_OPENAI, "original")
     assert isinstance(config, OpenAIConfig)
     assert config.instance.is_azure
     assert "xxx" not in repr(config).replace("azure_endpoint='xxx'", "")
 
 
-def test_an_empty_config_is_the_embedded_model():
+def test_an_empty_config_runs_the_embedded_model():
     config = parse_engine_config({}, "empty")
     assert isinstance(config, BuiltinConfig)
     assert config.model == "embedded"
@@ -98,7 +98,7 @@ def test_an_empty_config_is_the_embedded_model():
     assert config.host == "localhost"
 
 
-def test_a_nameless_engine_keeps_its_name_over_restarts():
+def test_an_engine_without_a_name_gets_the_same_name_at_each_start():
     payload = {"engine_type": "sim", "model": "org/name", "port": 9005}
     names = {parse_engine_config(payload, "x").engine_name for _ in range(2)}
     assert names == {"name:9005"}
@@ -151,7 +151,7 @@ def test_files_and_overrides(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b'{"a": NaN}'])
-def test_files_that_are_no_json_object(tmp_path, content):
+def test_invalid_config_files_are_refused(tmp_path, content):
     path = tmp_path / "engine.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"engine\.json"):

@@ -115,10 +115,10 @@ async def collect(chunks):
     return [chunk async for chunk in chunks]
 
 
-async def test_a_running_generation_is_followed_from_its_first_token():
+async def test_a_follower_gets_the_generation_from_its_first_token():
     async with sim(SLOW) as (client, _, service):
-        early = asyncio.create_task(collect(client.follow(1)))  # it waits for the generation
-        other = asyncio.create_task(collect(client.follow(7)))  # of which there is none
+        early = asyncio.create_task(collect(client.follow(1)))  # It waits for the generation.
+        other = asyncio.create_task(collect(client.follow(7)))  # There is no such generation.
         whole = asyncio.create_task(client.generate(request(length=200)))
         await until(lambda: service.runtime_info().num_steps > 50)
         late = asyncio.create_task(collect(client.follow(1)))
@@ -131,18 +131,18 @@ async def test_a_running_generation_is_followed_from_its_first_token():
         assert (await client.generate(request(2))).generated_ids
 
 
-async def test_who_follows_learns_that_the_generation_was_given_up():
+async def test_a_follower_ends_when_the_generation_is_cancelled():
     async with sim(SLOW) as (client, _, service):
         whole = asyncio.create_task(client.generate(request(length=2000)))
         await until(lambda: service.runtime_info().num_steps > 5)
         follower = client.follow(1)
         assert (await anext(follower)).ids
         whole.cancel()
-        await collect(follower)  # it ends
+        await collect(follower)  # The stream ends.
         await until(lambda: service.runtime_info().num_total_jobs == 0)
 
 
-async def test_outputs_come_on_a_channel():
+async def test_outputs_are_sent_on_a_channel():
     async with sim(SLOW) as (client, _, service):
         found = {i: [] for i in range(1, 9)}
         wanted = [request(i, length=20, sampling={"logprobs": i % 2 or None}) for i in found]
@@ -165,7 +165,7 @@ async def test_outputs_come_on_a_channel():
         await client.close()
 
 
-async def test_a_channel_is_opened_once_and_an_unknown_one_gets_nothing():
+async def test_a_channel_can_be_opened_once_and_gets_only_its_own_outputs():
     async with sim() as (client, http, _):
         body = {"channel": "a"}
         async with aclosing(http.stream("POST", "/channel", body=body)) as events:
@@ -182,7 +182,7 @@ async def test_a_channel_is_opened_once_and_an_unknown_one_gets_nothing():
 
 
 async def until_closed(http, body):
-    """The server has noticed that the client of a channel has gone."""
+    """Wait until the server has noticed that the client of a channel has disconnected."""
     async with asyncio.timeout(10):
         while True:
             with suppress(Conflict):
@@ -206,7 +206,7 @@ async def test_closed_channels_end():
     await service.close()
 
 
-async def test_log_probabilities_travel_as_they_are():
+async def test_log_probabilities_are_equal_in_streams_and_answers():
     async with sim() as (client, _, _):
         wanted = request(length=6, sampling={"logprobs": 3})
         events = [event async for event in client.generate_stream(wanted)]
@@ -217,7 +217,7 @@ async def test_log_probabilities_travel_as_they_are():
         assert (await client.generate(request(3))).logprobs is None
 
 
-async def test_free_context_takes_one_id_too():
+async def test_free_context_also_accepts_a_single_id():
     async with sim() as (client, http, _):
         await client.fill(FillRequest(context_id=1, token_ids=[97] * 20))
         assert await http.request("POST", "/free_context", body={"context_id": 1}) == {
@@ -285,7 +285,7 @@ async def test_a_piece_must_not_create_the_context_without_the_parent_of_the_req
         (b'{"context_id": 1}', 400),
     ],
 )
-async def test_hostile_bodies_get_json_errors_and_the_engine_goes_on(body, status):
+async def test_hostile_bodies_get_json_errors_and_the_engine_still_serves(body, status):
     async with sim() as (client, http, _), aiohttp.ClientSession(headers=JSON) as session:
         async with session.post(f"{http.base_url}/generate", data=body) as response:
             assert response.status == status
@@ -295,7 +295,8 @@ async def test_hostile_bodies_get_json_errors_and_the_engine_goes_on(body, statu
 
 async def test_a_body_that_is_too_large_is_refused():
     async with sim() as (client, http, _), aiohttp.ClientSession(headers=JSON) as session:
-        with suppress(aiohttp.ClientError):  # the server may hang up while we still send
+        # The server may close the connection while the client still sends.
+        with suppress(aiohttp.ClientError):
             async with session.post(
                 f"{http.base_url}/fill", data=io.BytesIO(b" " * (65 * 2**20))
             ) as response:
@@ -345,7 +346,7 @@ async def test_the_cluster_token_guards_every_route_but_two():
 
 
 async def test_a_core_that_started_earlier_can_take_an_engine_over():
-    """It asks for the tokenizer before the engine knows that it is registered."""
+    """ServeCore requests the tokenizer before the engine has the answer to its registration."""
     service = SimService(config := SimConfig(instance=ZERO))
     await service.start()
     app = create_app(service, ReorderBuffer(MonotonicClock()), config)
@@ -403,7 +404,7 @@ async def test_freeing_ends_a_running_request_with_its_error():
             await task
 
 
-async def test_many_at_once():
+async def test_a_hundred_requests_at_once():
     async with sim(scheduler={"max_batch_size": 7}) as (client, _, service):
         answers = await asyncio.gather(*(client.generate(request(i)) for i in range(100)))
         assert len({answer.generated_text for answer in answers}) == 1
@@ -411,11 +412,11 @@ async def test_many_at_once():
         service.check_integrity()
 
 
-# -- the thread driver, with a model that blocks like a real one ---------------------------------
+# Tests of the thread driver, with a runner that fails on purpose.
 
 
 class FaultyRunner(SimRunner):
-    """Crashes on `!`; the logits after a context with `?` are not finite."""
+    """Crashes on `!`. Logits are not finite after a context that contains `?`."""
 
     def run(self, plan):
         assert threading.current_thread().name == "engine-core"
@@ -440,10 +441,10 @@ def threaded(**keys) -> tuple[RunnerService, SimConfig]:
     return RunnerService(config, ThreadDriver(load), warm_up=True), config
 
 
-async def test_a_threaded_engine_serves_and_outlives_a_crash():
+async def test_a_threaded_engine_serves_and_survives_a_crash():
     service, config = threaded()
     async with serving(service, config) as (client, _):
-        assert (await client.ping()).num_steps > 0  # it was warmed up
+        assert (await client.ping()).num_steps > 0  # The warm-up ran steps.
         assert (await client.ping()).num_free_blocks == 8192
         good = [client.generate(request(i)) for i in range(20)]
         bad = client.generate(request(99, "a!"))
@@ -456,7 +457,7 @@ async def test_a_threaded_engine_serves_and_outlives_a_crash():
         assert (await client.ping()).num_free_blocks == 8192
 
 
-async def test_logits_that_are_not_finite_fail_their_own_request_only():
+async def test_logits_that_are_not_finite_fail_only_their_own_request():
     service, config = threaded()
     async with serving(service, config) as (client, _):
         good = [client.generate(request(i)) for i in range(20)]
@@ -501,7 +502,7 @@ async def test_an_engine_that_has_lost_its_device_is_not_ready_and_fails_all_req
             await client.generate(request(5))
 
 
-async def test_what_loading_raises_start_raises():
+async def test_start_raises_the_error_of_loading():
     def load() -> EngineCore:
         raise FileNotFoundError("no such model")
 
@@ -511,7 +512,7 @@ async def test_what_loading_raises_start_raises():
     await service.close()
 
 
-async def test_a_defect_in_the_core_fails_its_requests_and_no_more(monkeypatch):
+async def test_an_exception_in_the_core_fails_only_current_requests(monkeypatch):
     service, config = threaded()
     async with serving(service, config) as (client, _):
         core = service._core
@@ -545,7 +546,7 @@ def run_engine(tmp_path, payload: str) -> subprocess.Popen[str]:
     )
 
 
-def test_the_process_says_when_it_is_ready_and_ends_cleanly(tmp_path):
+def test_the_process_logs_that_it_is_ready_and_exits_cleanly(tmp_path):
     payload = f'{{"engine_type": "sim", "port": {free_port()}}}'
     with run_engine(tmp_path, payload) as process:
         lines = iter(process.stderr.readline, "")
@@ -556,7 +557,7 @@ def test_the_process_says_when_it_is_ready_and_ends_cleanly(tmp_path):
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 1.3])
-def test_a_process_that_is_loading_its_model_ends_cleanly(tmp_path, delay_s):
+def test_a_process_that_is_loading_its_model_exits_cleanly(tmp_path, delay_s):
     pytest.importorskip("torch")
     with run_engine(tmp_path, f'{{"model": "embedded", "port": {free_port()}}}') as process:
         lines = iter(process.stderr.readline, "")
@@ -568,7 +569,7 @@ def test_a_process_that_is_loading_its_model_ends_cleanly(tmp_path, delay_s):
         assert "Traceback" not in stderr
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path):
+def test_a_process_whose_model_cannot_be_loaded_exits_with_the_reason(tmp_path):
     pytest.importorskip("torch")
     payload = f'{{"model": "/nonexistent/model", "port": {free_port()}}}'
     with run_engine(tmp_path, payload) as process:
@@ -577,7 +578,7 @@ def test_a_model_that_cannot_be_loaded_ends_the_process_with_its_reason(tmp_path
         assert "Traceback" not in stderr
 
 
-def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
+def test_without_torch_the_error_names_the_missing_package(monkeypatch):
     for name in [*sys.modules]:
         if name.startswith(("parrot.engine.runner.load", "parrot.engine.huggingface")):
             monkeypatch.delitem(sys.modules, name)
@@ -589,7 +590,7 @@ def test_without_torch_an_engine_says_what_is_missing(monkeypatch):
             _load_model(engine_type())
 
 
-def test_a_bad_config_ends_the_command_with_its_message(tmp_path):
+def test_an_invalid_config_ends_the_command_with_an_error(tmp_path):
     path = tmp_path / "engine.json"
     path.write_text('{"engine_type": "sim", "prot": 1}')
     with pytest.raises(SystemExit, match="unknown key `prot`"):

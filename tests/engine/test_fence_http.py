@@ -1,4 +1,4 @@
-"""Requests that come late: after the engine registered again, or after the call's next attempt."""
+"""The engine refuses requests from before its last registration, and earlier attempts of a call."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -39,8 +39,8 @@ async def registered() -> AsyncIterator[tuple[EngineClient, Fence, SimService, R
     await service.close()
 
 
-async def registers_again(fence: Fence, service: SimService, reorder: ReorderBuffer) -> None:
-    """As its heartbeat does."""
+async def register_again(fence: Fence, service: SimService, reorder: ReorderBuffer) -> None:
+    """Register again, as the engine's heartbeat does."""
     fence.released()
     reorder.reset()
     await service.reset()
@@ -65,19 +65,19 @@ def attempt(number: int, task_id: int = 7, context_id: int = 1) -> GenerateReque
     )
 
 
-async def test_what_waits_for_its_parent_when_the_engine_registers_again_is_refused() -> None:
+async def test_a_request_that_waits_for_its_parent_is_refused_after_a_new_registration() -> None:
     async with registered() as (client, fence, service, reorder, _):
         waiting = asyncio.ensure_future(client.fill(fill(2, parent_id=1)))
         whole = asyncio.ensure_future(client.fill(fill(3)))
         await whole
-        await registers_again(fence, service, reorder)
+        await register_again(fence, service, reorder)
         with pytest.raises(StaleCore):
             await waiting
         assert service.runtime_info().num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("path", ["/fill", "/generate", "/generate_stream", "/free_context"])
-async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refused(
+async def test_a_request_whose_body_arrives_after_a_new_registration_is_refused(
     path: str,
 ) -> None:
     async with registered() as (_, fence, service, reorder, url):
@@ -91,8 +91,8 @@ async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refus
             "Connection: close\r\nExpect: 100-continue\r\n\r\n"
         )
         writer.write(head.encode())
-        assert b"100" in await reader.readline()  # it has passed the first check
-        await registers_again(fence, service, reorder)
+        assert b"100" in await reader.readline()  # The headers have passed the first check.
+        await register_again(fence, service, reorder)
         writer.write(body)
         answer = await reader.read()
         assert b"stale_core" in answer, answer
@@ -100,7 +100,7 @@ async def test_what_is_still_being_sent_when_the_engine_registers_again_is_refus
         assert service.runtime_info().num_cached_tokens == 0
 
 
-async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> None:
+async def test_requests_that_overtake_the_registration_answer_wait_for_it() -> None:
     async with (
         registered() as (_, fence, service, reorder, url),
         HttpClient(url) as http,
@@ -111,7 +111,7 @@ async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> Non
         calling = asyncio.ensure_future(core.fill(fill(1)))
         freeing = asyncio.ensure_future(core.free_contexts([2]))
         await direct.fill(fill(1))
-        assert service.runtime_info().num_cached_tokens == 48  # three blocks: 40 tokens
+        assert service.runtime_info().num_cached_tokens == 48  # Three blocks hold 40 tokens.
         fence.begin_era()
         reorder.reset()
         await service.reset()
@@ -124,7 +124,7 @@ async def test_a_core_that_calls_before_the_engine_has_its_answer_waits() -> Non
             await late
 
 
-async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:
+async def test_an_older_attempt_of_a_call_is_refused() -> None:
     async with registered() as (client, fence, service, reorder, _):
         await client.generate(attempt(2, context_id=1))
         with pytest.raises(Cancelled, match="attempt 1 comes after attempt 2"):
@@ -135,13 +135,13 @@ async def test_an_attempt_older_than_one_of_the_same_call_is_refused() -> None:
         await client.generate(attempt(1, task_id=8, context_id=4))
         for number, context_id in ((2, 5), (0, 6), (3, 7)):
             await client.generate(attempt(number, context_id=context_id))
-        assert await client.free_contexts([2, 3]) == 0  # nothing was made
-        assert len(fence._attempts) == 1  # the other call was not tried again
-        await registers_again(fence, service, reorder)
+        assert await client.free_contexts([2, 3]) == 0  # Only retried calls are recorded.
+        assert len(fence._attempts) == 1  # Call 8 has only one attempt, which is not recorded.
+        await register_again(fence, service, reorder)
         assert not fence._attempts
 
 
-def test_so_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_recorded_calls_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_MAX_CALLS", 64)
     fence = Fence()
     for task_id in range(65):
@@ -152,10 +152,11 @@ def test_so_many_calls_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Cancelled):
         fence.check_submission(late, fence.era)
     assert len(fence._attempts) == 64
-    fence.check_submission(late.model_copy(update={"task_id": 0}), fence.era)  # the oldest
+    # The oldest call is no longer recorded.
+    fence.check_submission(late.model_copy(update={"task_id": 0}), fence.era)
 
 
-def test_nothing_comes_in_under_a_registration_that_is_over() -> None:
+def test_requests_with_an_ended_registration_are_refused() -> None:
     fence = Fence()
     name = fence.begin_registration().encode()
     late = Request({"type": "http", "headers": [(REGISTRATION_HEADER.lower().encode(), name)]})

@@ -1,4 +1,4 @@
-"""Registration on virtual time, against a ServeCore that comes, goes and forgets."""
+"""Registration in virtual time, with a ServeCore that starts, stops and forgets its engines."""
 
 import asyncio
 import logging
@@ -40,7 +40,8 @@ INTERVAL_S = 3.0
 
 
 class FakeServeClient:
-    """`error` None: ServeCore is up. `known` holds the ids it has given out since it started."""
+    """A ServeCore that answers if `error` is None. `known` holds the engine ids that it has
+    assigned since its start."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -120,7 +121,7 @@ async def scene():
 
 
 async def fill(service, clock):
-    """Let the engine hold a context, in 0.1 s."""
+    """Fill a context on the engine. Takes 0.1 s."""
     filling = asyncio.ensure_future(service.fill(FillRequest(context_id=1, token_ids=[1] * 20)))
     await clock.advance(0.1)
     await filling
@@ -144,7 +145,7 @@ async def test_a_heartbeat_has_the_last_warning_of_the_log(scene):
     assert client.warnings.text == text
 
 
-async def test_it_registers_once_and_beats_every_interval(scene):
+async def test_an_engine_registers_once_and_sends_a_heartbeat_every_interval(scene):
     client, clock, _ = scene
     client.start()
     await clock.advance(4 * INTERVAL_S)
@@ -154,7 +155,7 @@ async def test_it_registers_once_and_beats_every_interval(scene):
     assert client.times == [0.0, 3.0, 6.0, 9.0, 12.0]
 
 
-async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
+async def test_leave_is_sent_to_a_reachable_core_only(scene):
     client, clock, _ = scene
     client.start()
     await clock.advance(INTERVAL_S)
@@ -167,7 +168,7 @@ async def test_it_leaves_where_it_is_registered_if_anybody_is_there(scene):
     assert client.left == [(1, 60.0)]
 
 
-async def test_it_leaves_at_once_before_it_has_registered(scene):
+async def test_an_engine_that_leaves_before_it_has_registered_sends_nothing(scene):
     client, clock, _ = scene
     await client.leave(60.0)
     client.start()
@@ -176,7 +177,8 @@ async def test_it_leaves_at_once_before_it_has_registered(scene):
 
 
 async def test_an_engine_that_has_left_does_not_register_again(scene):
-    """ServeCore has given it up by then, and would give it calls while it ends."""
+    """ServeCore has removed the engine by then. A new registration would bring calls to an engine
+    that shuts down."""
     client, clock, _ = scene
     client.start()
     await clock.advance(INTERVAL_S)
@@ -186,23 +188,24 @@ async def test_an_engine_that_has_left_does_not_register_again(scene):
     await clock.advance(10 * INTERVAL_S)
     assert client.beats == [1, 1]
     assert len(client.infos) == 1
-    assert client.fence.era == era + 1, "what it has begun goes on"
+    assert client.fence.era == era + 1, "the engine's running calls continue"
 
 
 @pytest.mark.parametrize("state", [ServiceState.CLOSED, ServiceState.LOST])
-async def test_an_engine_that_ends_does_not_register_again(scene, monkeypatch, state):
-    """ServeCore has seen that it refuses calls, and would blame each that it gets for its loss."""
+async def test_an_engine_that_closes_or_is_lost_does_not_register_again(scene, monkeypatch, state):
+    """ServeCore has removed the engine because it rejects calls. After a new registration,
+    ServeCore would send calls that fail."""
     client, clock, service = scene
     running = client.start()
     await clock.advance(INTERVAL_S - 0.1)
     client.known.clear()
     beat = client.engine_heartbeat
 
-    async def beat_at_the_end(*args):
+    async def beat_and_change_state(*args):
         monkeypatch.setattr(service, "state", lambda: state)
         return await beat(*args)
 
-    monkeypatch.setattr(client, "engine_heartbeat", beat_at_the_end)
+    monkeypatch.setattr(client, "engine_heartbeat", beat_and_change_state)
     await clock.advance(10 * INTERVAL_S)
     assert client.beats == [1]
     assert len(client.infos) == 1
@@ -210,7 +213,7 @@ async def test_an_engine_that_ends_does_not_register_again(scene, monkeypatch, s
     assert isinstance(running.exception(), DeviceLost) == (state is ServiceState.LOST)
 
 
-async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scene):
+async def test_heartbeats_contain_outputs_without_a_reader_until_they_are_acknowledged(scene):
     client, clock, service = scene
     client.start()
     await clock.advance(0.0)
@@ -224,16 +227,17 @@ async def test_it_tells_of_outputs_that_nobody_takes_until_that_is_answered(scen
     await clock.advance(60.0)
     whole = (await generating).generated_ids
     first, lost, *later = [parts[0] for parts in client.outputs if parts]
-    assert client.outputs[2] == []  # a beat that was refused may have been too large
+    # The failed heartbeat may have been too large, so this one has no outputs.
+    assert client.outputs[2] == []
     assert first.start == 0
     assert first.end == lost.start == later[0].start < lost.end < later[0].end
-    told = [i for part in (first, *later) for i in part.token_ids()]
-    assert len(told) > len(whole) // 2
-    assert told == whole[: len(told)]
+    reported = [i for part in (first, *later) for i in part.token_ids()]
+    assert len(reported) > len(whole) // 2
+    assert reported == whole[: len(reported)]
     assert not client.outputs[-1]
 
 
-async def test_it_waits_for_a_core_that_starts_later_ever_less_often(scene):
+async def test_the_engine_retries_with_growing_intervals_until_a_core_starts(scene):
     client, clock, _ = scene
     client.error = Unavailable("nobody there")
     client.start()
@@ -247,13 +251,13 @@ async def test_it_waits_for_a_core_that_starts_later_ever_less_often(scene):
     assert len(client.infos) == 1
 
 
-async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
+async def test_the_engine_registers_again_when_the_core_does_not_know_it(scene):
     client, clock, service = scene
     client.start()
     await clock.advance(INTERVAL_S)
     await fill(service, clock)
     assert service.runtime_info().num_free_blocks < 8192
-    client.reorder.free([7])  # of the old core, for a request that never came
+    client.reorder.free([7])  # This free comes from the old core. Its request never arrives.
     client.known.clear()
     await clock.advance(INTERVAL_S)
     assert len(client.infos) == 2
@@ -261,20 +265,20 @@ async def test_it_registers_again_when_the_core_has_forgotten_it(scene):
     assert first.registration != second.registration
     assert first == second.model_copy(update={"registration": first.registration})
     await client.reorder.enter([FillRequest(context_id=7, token_ids=[1])])
-    assert service.runtime_info().num_free_blocks == 8192  # the old core's contexts are gone
+    assert service.runtime_info().num_free_blocks == 8192  # The contexts of the old core are freed.
     await clock.advance(2 * INTERVAL_S)
     assert client.beats[-1] == 2
 
 
 def sent_under(registration: str | None) -> Request:
-    """A request of ServeCore's."""
+    """A request of ServeCore under this registration."""
     name = REGISTRATION_HEADER.encode()
     headers = [] if registration is None else [(name, registration.encode())]
     return Request({"type": "http", "headers": headers})
 
 
-async def test_what_was_sent_before_it_registered_again_is_refused(scene, monkeypatch):
-    """A network may bring it late: nobody would free its contexts."""
+async def test_requests_of_an_earlier_registration_are_refused(scene, monkeypatch):
+    """The network may deliver such a request late. Its contexts would never be freed."""
     client, clock, _ = scene
     register = client.register_engine
 
@@ -299,7 +303,7 @@ async def test_what_was_sent_before_it_registered_again_is_refused(scene, monkey
     client.fence.check(sent_under(None))
 
 
-async def test_a_registration_whose_answer_was_lost_leaves_nothing(scene, monkeypatch):
+async def test_after_a_lost_registration_answer_no_contexts_stay(scene, monkeypatch):
     client, clock, service = scene
     register = client.register_engine
 
@@ -312,8 +316,8 @@ async def test_a_registration_whose_answer_was_lost_leaves_nothing(scene, monkey
     await fill(service, clock)
     client.start()
     await clock.advance(0.1)
-    assert service.runtime_info().num_free_blocks == 8192  # ServeCore may use the ids anew
-    await fill(service, clock)  # ServeCore uses the engine that it knows
+    assert service.runtime_info().num_free_blocks == 8192  # ServeCore may use the same ids again.
+    await fill(service, clock)  # ServeCore knows the engine and sends requests.
     assert service.runtime_info().num_free_blocks < 8192
     await clock.advance(INTERVAL_S)
     first, second = client.infos
@@ -335,18 +339,18 @@ async def test_an_outage_does_not_end_a_registration(scene):
     assert set(client.beats) == {1}
 
 
-async def test_work_ends_with_the_lease_when_the_core_is_gone(scene):
+async def test_contexts_are_freed_when_the_lease_of_an_unreachable_core_ends(scene):
     client, clock, service = scene
     client.start()
     await clock.advance(INTERVAL_S)
     await fill(service, clock)
     client.error = Unavailable("gone")
-    await clock.advance(28.0)  # the last answer was to a request 28.1 s ago
+    await clock.advance(28.0)  # The last request with an answer was sent 28.1 s ago.
     assert service.runtime_info().num_free_blocks < 8192
     await clock.advance(5.0)
     assert service.runtime_info().num_free_blocks == 8192
     client.fence.admit(CoreIdentity(1, "core1"))
-    client.error = None  # it registers again, though ServeCore might know it
+    client.error = None  # The engine registers again, although ServeCore might still know it.
     await clock.advance(MAX_RETRY_S)
     assert len(client.infos) == 2
     client.fence.admit(CoreIdentity(2, "core2"))
@@ -354,7 +358,7 @@ async def test_work_ends_with_the_lease_when_the_core_is_gone(scene):
         client.fence.admit(CoreIdentity(1, "core1"))
 
 
-async def test_a_lease_counts_from_the_attempt_that_was_answered(scene):
+async def test_a_lease_starts_at_the_attempt_that_was_answered(scene):
     client, clock, _ = scene
     client.start()
     await clock.advance(INTERVAL_S)
@@ -365,40 +369,40 @@ async def test_a_lease_counts_from_the_attempt_that_was_answered(scene):
     assert client.beats == [1, 1]
     assert client.times[-1] > 28.0
     client.error = Unavailable("restarting again")
-    await clock.advance(10.0)  # 34 s after the first attempt of the beat that was answered
+    await clock.advance(10.0)  # The first attempt of the answered heartbeat was 34 s ago.
     client.error = None
     await clock.advance(MAX_RETRY_S)
     assert len(client.infos) == 1
 
 
-def test_the_fence_lets_in_whom_the_engine_obeys():
+def test_the_fence_admits_only_the_core_that_owns_the_engine():
     fence = Fence()
     old, owner, new = CoreIdentity(1, "a"), CoreIdentity(2, "b"), CoreIdentity(3, "c")
-    fence.admit(old)  # nobody yet
+    fence.admit(old)  # No core owns the engine yet.
     fence.registered(owner)
     fence.admit(owner)
     for other in (old, new, CoreIdentity(2, "x")):
         with pytest.raises(StaleCore):
             fence.admit(other)
     fence.released()
-    for one in (owner, new):  # whose answer may be on its way
+    for one in (owner, new):  # The answer of either core may be in flight.
         fence.admit(one)
     for one in (old, CoreIdentity(2, "x")):
         with pytest.raises(StaleCore):
             fence.admit(one)
-    fence.registered(old)  # what it says itself counts
+    fence.registered(old)  # The answer to the engine's own registration decides.
     fence.admit(old)
 
 
 @pytest.mark.parametrize("header", ["", "x y", "1", "1 ", "-1 x", "9" * 30 + " x", "\u0661 x"])
-def test_what_names_no_core(header):
+def test_invalid_core_headers_are_refused(header):
     with pytest.raises(InvalidRequest):
         CoreIdentity.parse(header)
     named = CoreIdentity.new()
     assert CoreIdentity.parse(named.header) == named
 
 
-async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
+async def test_registration_is_retried_after_a_wrong_token(scene, caplog):
     client, clock, _ = scene
     client.error = AuthenticationFailed("wrong token")
     client.start()
@@ -411,7 +415,7 @@ async def test_a_wrong_token_is_tried_again_not_fatal(scene, caplog):
     assert len(client.infos) == 1
 
 
-async def test_each_reason_for_not_registering_is_said_once(scene, caplog):
+async def test_each_reason_for_a_failed_registration_is_logged_once(scene, caplog):
     client, clock, _ = scene
     client.error = Unavailable("nobody there")
     client.start()
@@ -424,7 +428,7 @@ async def test_each_reason_for_not_registering_is_said_once(scene, caplog):
     ]
 
 
-async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(scene):
+async def test_an_engine_on_all_interfaces_registers_a_reachable_address(scene):
     _, _, service = scene
     info = service.engine_info()
     assert await reachable(info, [("localhost", 9000)]) is info
@@ -432,8 +436,8 @@ async def test_an_engine_on_all_interfaces_tells_an_address_that_can_be_called(s
     assert (await reachable(wild, [("127.0.0.1", 9000)])).host == "127.0.0.1"
 
 
-async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, caplog):
-    """As when both are started together and the name server learns of ServeCore later."""
+async def test_registration_is_retried_while_the_name_of_the_core_is_unknown(monkeypatch, caplog):
+    """This happens if both start together and the name server learns of ServeCore later."""
     num_questions = 0
     ask = socket.getaddrinfo
 
@@ -465,7 +469,7 @@ async def test_a_core_whose_name_is_not_known_yet_is_tried_again(monkeypatch, ca
     assert "no way to core.example: Name or service not known; trying on" in caplog.text
 
 
-async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
+async def test_a_lost_engine_does_not_register_again(scene, monkeypatch):
     client, clock, service = scene
     heartbeat = Heartbeat(
         client,
@@ -495,15 +499,15 @@ async def test_an_engine_that_is_lost_registers_no_more(scene, monkeypatch):
         QuotaExceeded("there are 64 engines"),
     ],
 )
-async def test_while_no_core_takes_it_those_who_ask_it_keep_their_work(scene, error):
+async def test_contexts_of_direct_clients_stay_until_a_core_accepts_the_engine(scene, error):
     client, clock, service = scene
     client.error = error
     await fill(service, clock)
     client.start()
     await clock.advance(4 * MAX_RETRY_S)
     assert len(client.times) > 3
-    assert service.runtime_info().num_cached_tokens == 32  # two blocks
-    client.error = None  # ServeCore gives out the ids of contexts anew
+    assert service.runtime_info().num_cached_tokens == 32  # Two blocks.
+    client.error = None  # From here on, ServeCore assigns the ids of contexts.
     await clock.advance(MAX_RETRY_S)
     assert client.registered.is_set()
     assert service.runtime_info().num_cached_tokens == 0

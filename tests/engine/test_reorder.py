@@ -30,10 +30,10 @@ async def is_held(buffer: ReorderBuffer, *pieces: FillPiece) -> asyncio.Task[Non
     return task
 
 
-async def test_requests_in_order_pass_without_a_pause(buffer: ReorderBuffer) -> None:
+async def test_requests_in_order_enter_without_waiting(buffer: ReorderBuffer) -> None:
     for pieces in ([fill(1)], [fill(2, 1)], [fill(2)], [fill(3), fill(4, 3)], [fill(5, 4)]):
         entering = buffer.enter(pieces)
-        with pytest.raises(StopIteration):  # it never gave way to another task
+        with pytest.raises(StopIteration):  # The coroutine never yielded to another task.
             entering.send(None)
 
 
@@ -45,7 +45,7 @@ async def test_forks_wait_for_the_request_that_creates_their_parent(buffer: Reor
     await asyncio.wait_for(asyncio.gather(first, second, grandchild), 30)
 
 
-async def test_the_engine_decides_when_no_parent_comes(
+async def test_forks_enter_after_the_grace_period_without_their_parent(
     buffer: ReorderBuffer, clock: ManualClock
 ) -> None:
     task = await is_held(buffer, fill(2, 1))
@@ -66,7 +66,7 @@ async def test_a_waiting_request_may_be_cancelled(buffer: ReorderBuffer) -> None
     assert task.cancelled()
 
 
-async def test_a_free_may_overtake_what_it_frees(buffer: ReorderBuffer, clock: ManualClock) -> None:
+async def test_a_free_may_overtake_its_request(buffer: ReorderBuffer, clock: ManualClock) -> None:
     buffer.free([7])
     with pytest.raises(Cancelled, match="7"):
         await buffer.enter([fill(7)])
@@ -80,7 +80,7 @@ async def test_an_id_may_be_used_again_after_a_free_in_order(buffer: ReorderBuff
         buffer.free([7])
 
 
-async def test_a_reset_forgets_the_last_senders_ids(buffer: ReorderBuffer) -> None:
+async def test_a_reset_forgets_the_ids_of_the_last_sender(buffer: ReorderBuffer) -> None:
     await buffer.enter([fill(1)])
     buffer.free([2])
     buffer.reset()

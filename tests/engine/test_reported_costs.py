@@ -1,4 +1,4 @@
-"""What an engine tells ServeCore of the costs of its steps."""
+"""The step costs that an engine reports to ServeCore."""
 
 import asyncio
 from dataclasses import replace
@@ -24,7 +24,7 @@ CONFIG = SimConfig.model_validate(
 
 
 class UnknownRunner(SimRunner):
-    """Takes time as it should, and does not say how much."""
+    """A simulated runner that does not report its costs."""
 
     @property
     def info(self) -> RunnerInfo:
@@ -67,7 +67,7 @@ def test_an_engine_measures_its_steps_from_its_warm_up_on() -> None:
     assert later.prefill_s == pytest.approx(2e-4, rel=0.1)
 
 
-def test_a_simulated_engine_reports_its_model_and_its_slowness() -> None:
+def test_a_simulated_engine_reports_its_configured_costs_and_its_slowdown() -> None:
     async def main() -> None:
         service = SimService(CONFIG, LoopClock())
         await service.start()
@@ -83,8 +83,8 @@ def test_a_simulated_engine_reports_its_model_and_its_slowness() -> None:
 
 
 @pytest.mark.parametrize("max_others", [0, 5])
-def test_answers_of_a_foreign_server_tell_what_its_steps_cost(max_others: int) -> None:
-    """Steps of 20 ms and 2 ms for each answer in them, also of others; prompts take a millisecond a
+def test_step_costs_are_estimated_from_the_answers_of_a_foreign_server(max_others: int) -> None:
+    """A step takes 20 ms, plus 2 ms for each running answer of all clients. A prompt takes 1 ms per
     token."""
     clock = ManualClock()
     costs = AnswerCosts(clock)
@@ -109,7 +109,7 @@ def test_answers_of_a_foreign_server_tell_what_its_steps_cost(max_others: int) -
     assert found.prefill_s == pytest.approx(0.001, rel=0.6)
 
 
-def test_a_failed_answer_teaches_nothing() -> None:
+def test_a_failed_answer_is_not_measured() -> None:
     clock = ManualClock()
     costs = AnswerCosts(clock)
 

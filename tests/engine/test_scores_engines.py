@@ -1,5 +1,5 @@
-"""Log probabilities of prompts from engines of each type: those of transformers, and honest
-refusals."""
+"""Log probabilities of prompts from engines of each type: equal to transformers, or a clear
+refusal."""
 
 import asyncio
 from pathlib import Path
@@ -51,8 +51,8 @@ async def score(service: EngineService, request: ScoreRequest) -> ScoreResponse:
 
 
 @pytest.mark.parametrize("engine_type", ["builtin", "huggingface"])
-async def test_together_and_alone_and_in_chunks(folder: Path, engine_type: str) -> None:
-    """While something else generates; afterwards nothing is left."""
+async def test_scores_in_batches_alone_and_in_chunks(folder: Path, engine_type: str) -> None:
+    """Another request generates meanwhile. At the end, no job and no context is left."""
     config = parse_engine_config(
         {
             "engine_type": engine_type,
@@ -95,14 +95,14 @@ async def test_together_and_alone_and_in_chunks(folder: Path, engine_type: str) 
     await close_empty(service)
 
 
-async def test_a_simulated_engine_has_none() -> None:
+async def test_a_simulated_engine_refuses_scores() -> None:
     async with simulated() as engine:
         with pytest.raises(UnsupportedField, match="and scores no prompts"):
             await engine.score(ScoreRequest(inputs=["a"]))
 
 
-async def test_a_foreign_server_echoes_them() -> None:
-    """The token that it generates is left out."""
+async def test_a_foreign_server_scores_prompts_by_echo() -> None:
+    """The token that the server generates is omitted."""
     fake = FakeOpenAI()
     async with foreign(fake) as service:
         answer = await score(service, ScoreRequest(inputs=["one two", "three"], num_top=2))
@@ -126,7 +126,7 @@ async def test_a_foreign_server_echoes_them() -> None:
         {"tokens": ["x", "y"], "token_logprobs": [-1.0, -1.0], "top_logprobs": [{}, {}]},
     ],
 )
-async def test_a_foreign_server_that_echoes_nothing(logprobs: Any) -> None:
+async def test_a_foreign_server_without_echo_is_refused(logprobs: Any) -> None:
     choice = {"text": "x", "finish_reason": "stop", "logprobs": logprobs}
     whole = {"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
     async with foreign(FakeOpenAI(faults=[Fault(200, whole)])) as service:
@@ -134,7 +134,7 @@ async def test_a_foreign_server_that_echoes_nothing(logprobs: Any) -> None:
             await score(service, ScoreRequest(inputs=["one two"]))
 
 
-async def test_a_server_of_chats_alone_echoes_nothing() -> None:
+async def test_a_server_with_only_the_chat_endpoint_is_refused() -> None:
     async with serve_app(FakeOpenAI().app()) as url:
         instance = {"base_url": url + "/v1", "api_key": "k", "api_endpoint": "chat"}
         service = create_service(

@@ -1,4 +1,4 @@
-"""What the service passes on of a request."""
+"""The fields of a request that the service passes to the core."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ CONFIG = SimConfig()
 
 
 class RefusingCore:
-    """Stands in for the core behind verbs: keeps each request and refuses it."""
+    """Replaces the core. Records each request and rejects it."""
 
     def __init__(self) -> None:
         self.requests = self
@@ -59,7 +59,7 @@ async def submitted(request: FillRequest | GenerateRequest) -> EngineRequest:
     return driver.core.seen[0]
 
 
-async def test_a_request_keeps_its_tenant_and_its_urgency() -> None:
+async def test_a_request_keeps_its_tenant_and_its_priority() -> None:
     fields = {"context_id": 1, "priority": 7, "cache_salt": "tenant"}
     fill = await submitted(FillRequest(**fields, token_ids=[5]))
     generate = await submitted(GenerateRequest(**fields, fills=[{"token_ids": [5]}]))
@@ -70,7 +70,7 @@ async def test_a_request_keeps_its_tenant_and_its_urgency() -> None:
     assert generate.sampling is not None
 
 
-async def test_a_background_fill_comes_last_and_keeps_its_share() -> None:
+async def test_a_background_fill_has_the_lowest_priority_and_keeps_its_share() -> None:
     request = FillRequest(context_id=1, token_ids=[5], background=True, background_share=0.07)
     wanted = await submitted(request)
     assert (wanted.priority, wanted.background_share) == (BACKGROUND, 0.07)

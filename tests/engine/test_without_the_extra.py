@@ -1,5 +1,5 @@
-"""Servers that run no model need nothing of the extra `engine`, and none that exports no traces
-anything of `otel`."""
+"""Servers without a model import nothing of the extra `engine`. Servers without traces import
+nothing of the extra `otel`."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ for kind in ("sim", "openai"):
 """
 
 
-def test_engines_in_front_of_other_servers_start_without_extras() -> None:
+def test_servers_without_a_model_start_without_extras() -> None:
     extra = {"torch", "transformers", "numpy", "safetensors", "gguf", "llguidance"}
     program = PROGRAM.format(
         extra=extra,

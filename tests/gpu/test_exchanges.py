@@ -1,4 +1,4 @@
-"""What ranks do through memory that two GPUs share: each rank is a process, which does the same."""
+"""Exchanges of two ranks through memory that their GPUs share. Each rank is a process."""
 
 import sys
 import time
@@ -28,7 +28,7 @@ def test_sums_and_exchanges_are_right_whichever_rank_is_late(tmp_path: Path) -> 
     run_ranks(__name__, 2, str(tmp_path / "store"))
 
 
-def test_a_rank_that_is_left_alone_is_released(tmp_path: Path) -> None:
+def test_a_rank_whose_peer_has_stopped_is_released(tmp_path: Path) -> None:
     run_ranks(__name__, 2, "alone", str(tmp_path / "store"))
 
 
@@ -57,14 +57,14 @@ def main(store: str, rank: int, *, alone: bool) -> None:
         run_rounds(exchanges, rank, 2, ROUNDS, (WIDTH, MAX_ROWS), device)
         group.abort()
         return
-    meet(exchanges, device)  # loads the kernels, which waits for those that run
+    meet(exchanges, device)  # Load the kernels now: loading waits for running kernels.
     torch.cuda.synchronize()
-    if rank == 0:  # nobody answers any more
+    if rank == 0:  # Rank 1 does not answer.
         meet(exchanges, device)
         done = torch.cuda.Event()
         done.record()
         time.sleep(timedelta(seconds=1).total_seconds())
-        assert not done.query(), "it has not waited"
+        assert not done.query(), "the kernels did not wait for the other rank"
         exchanges.release()
         done.synchronize()
     group.abort()

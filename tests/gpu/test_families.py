@@ -1,4 +1,5 @@
-"""Every family on the device gives the tokens of transformers, with forks and past windows."""
+"""Every model family on the device gives the tokens of transformers, with forks and contexts longer
+than the window."""
 
 import random
 from pathlib import Path
@@ -19,7 +20,7 @@ from tests.support.tiny_model import TINY_CONFIGS, make_tiny_model
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 24
-SIZES = {"hidden_size": 64, "num_attention_heads": 4}  # Heads of 16.
+SIZES = {"hidden_size": 64, "num_attention_heads": 4}  # The heads have size 16.
 FAMILIES: dict[str, dict[str, Any]] = {
     "cohere": SIZES | {"use_qk_norm": True},
     "cohere2": SIZES,
@@ -36,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SIZES | {"sliding_window": 20},
     "olmo2": SIZES,
     "olmo3": SIZES,
-    "phi3": {"hidden_size": 96, "num_attention_heads": 4},  # Heads of 24 are padded to 32.
+    "phi3": {"hidden_size": 96, "num_attention_heads": 4},  # The heads of size 24 are padded to 32.
     "qwen2": SIZES | {"sliding_window": 33, "use_sliding_window": True, "max_window_layers": 1},
     "seed_oss": {},
     "smollm3": SIZES,
@@ -46,7 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def outputs(runner: ModelRunner | CudaRunner) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and their outputs: at once and in chunks, and of forks in the middle of a prompt."""
+    """Prompts and their outputs: at once, in chunks, and for forks in the middle of a prompt."""
     rng = random.Random(0)
     prompts = [[rng.randrange(250) for _ in range(length)] for length in (3, 70, 130)]
     driver = Driver(runner)
@@ -62,11 +63,11 @@ def outputs(runner: ModelRunner | CudaRunner) -> tuple[list[list[int]], list[lis
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
-    """The model through `load_runner`, as an engine starts it, in float32."""
+def test_tokens_equal_those_of_transformers(tmp_path: Path, family: str) -> None:
+    """The model is loaded with `load_runner`, as an engine does, in float32."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family])
     config = {"model": str(folder), "device": "cuda", "dtype": "float32"}
-    # The driver gives no window slots (`test_windows` does).
+    # The driver does not use window slots. `test_windows` does.
     instance = {"num_kv_cache_blocks": 64, "block_size": 64, "num_window_slots": 0}
     runner = load_runner(
         BuiltinConfig.model_validate(
@@ -78,5 +79,5 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, family: str) -> None:
 
 
 def test_all_families_are_tested_on_the_device() -> None:
-    in_other_tests = {"llama", "qwen3", "opt"}  # `test_cuda_runner`
+    in_other_tests = {"llama", "qwen3", "opt"}  # `test_cuda_runner` tests these.
     assert FAMILIES.keys() | in_other_tests == TINY_CONFIGS.keys()

@@ -1,4 +1,4 @@
-"""Products with weights in e4m3 on the device, against float32 of the same numbers."""
+"""Products with weights in e4m3 on the device, against float32 products of the same numbers."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def matrix(outputs: int, inputs: int) -> Fp8Matrix:
 
 
 def blocks(outputs: int, inputs: int) -> Fp8Matrix:
-    """Random weights with a factor for each block of 128 x 128."""
+    """Random weights with a scale for each block of 128 x 128."""
     factors = torch.rand(outputs // 128, inputs // 128, device="cuda") + 0.5
     return Fp8Matrix(matrix(outputs, inputs).codes, factors * inputs**-0.5 / 100)
 
@@ -38,7 +38,7 @@ def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
-    # Hopper sums products of e4m3 with 14 bits, so an error grows with the number of inputs.
+    # Hopper sums products of e4m3 with 14 bits, so the error grows with the number of inputs.
     largest = expected.abs().amax(1, keepdim=True)
     bound = ROUNDING * expected.abs() + 2**-20 * (inputs + 4096) * largest
     assert bool(((found.double() - expected).abs() <= bound).all()), (
@@ -86,7 +86,7 @@ def test_a_layer_of_products(rows: int, make: Callable[[int, int], Fp8Matrix]) -
     assert_close(residual, before + product(out, down), inner)
 
 
-def test_codes_of_rows_are_those_of_a_cpu() -> None:
+def test_codes_of_rows_equal_those_of_a_cpu() -> None:
     x = torch.randn(64, 3000) * torch.exp2(torch.randint(-30, 30, (64, 3000)).float())
     codes, powers = row_codes(x.bfloat16().cuda())
     expected, expected_powers = row_codes(x.bfloat16())

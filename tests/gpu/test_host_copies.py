@@ -1,4 +1,5 @@
-"""Copies between a device and its host, beside steps: to the bit, in order, and not for ever."""
+"""Copies between GPU memory and CPU memory, in parallel with steps: exact, in order, and without
+leaks."""
 
 import logging
 import os
@@ -52,7 +53,7 @@ def filled(layout: KVLayout) -> KVCache:
 
 
 def bits(cache: KVCache) -> list[torch.Tensor]:
-    """[blocks, ...] of each tensor."""
+    """The bits of each tensor, with blocks first."""
     return [
         t.permute(3, 0, 1, 2, *range(4, t.dim())).clone().view(torch.uint8).cpu()
         for t in cache.block_tensors
@@ -68,13 +69,13 @@ def finish(copies: CudaCopies, count: int) -> None:
 
 
 def writing(*blocks: int) -> StepPlan:
-    """A step that fills these blocks."""
+    """A step that writes these blocks."""
     tokens = [0] * BLOCK_SIZE * len(blocks)
     return StepPlan((SequenceStep(1, tokens, 0, list(blocks), None),))
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_what_comes_back_is_what_left(kind: str) -> None:
+def test_loaded_blocks_equal_the_stored_blocks(kind: str) -> None:
     cache, rng = filled(LAYOUTS[kind]), random.Random(1)
     copies = CudaCopies(cache.block_tensors, BLOCK_SIZE, NUM_SLOTS)
     copies.warm_up(NUM_BLOCKS - 1)
@@ -96,9 +97,9 @@ def test_what_comes_back_is_what_left(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_a_block_is_given_away_only_after_it_was_read(kind: str) -> None:
-    """While the device is busy, blocks leave, are written by the next step, and by what comes back
-    into them."""
+def test_a_block_is_written_only_after_its_copy_has_read_it(kind: str) -> None:
+    """While the device is busy, blocks are copied to the host. The next step and a copy from the
+    host write the same blocks."""
     cache = filled(LAYOUTS[kind])
     copies = CudaCopies(cache.block_tensors, BLOCK_SIZE, NUM_SLOTS)
     copies.warm_up(NUM_BLOCKS - 1)
@@ -120,7 +121,7 @@ def test_a_block_is_given_away_only_after_it_was_read(kind: str) -> None:
             assert torch.equal(after[:100], old[:100])
 
 
-def test_what_a_step_computes_leaves_after_it() -> None:
+def test_a_copy_reads_the_results_of_the_previous_step() -> None:
     cache = filled(LAYOUTS["bf16"])
     copies = CudaCopies(cache.block_tensors, BLOCK_SIZE, NUM_SLOTS)
     copies.warm_up(NUM_BLOCKS - 1)
@@ -135,7 +136,7 @@ def test_what_a_step_computes_leaves_after_it() -> None:
     assert bool((cache.pools[0][:, :, :, 60:100] == 3.0).all())
 
 
-def test_memory_that_cannot_be_pinned_is_used_as_it_is(
+def test_memory_that_cannot_be_pinned_is_used_without_pinning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Runtime:
@@ -161,8 +162,8 @@ def test_memory_is_pinned_in_place() -> None:
 
 
 def test_random_operations(tmp_path: Path) -> None:
-    """A device that holds little, a host that holds more: each greedy answer is an undisturbed
-    runner's, whatever left and came back meanwhile."""
+    """The GPU has 30 blocks and the host 60, so KV is often evicted and loaded. Each greedy answer
+    must equal the answer to the same prompt alone."""
     folder = str(make_tiny_model(tmp_path, overrides=SIZES))
     spec = open_checkpoint(folder).spec
     layout = KVLayout.of(spec, 16, torch.float32)
@@ -185,7 +186,7 @@ def test_random_operations(tmp_path: Path) -> None:
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     assert core.host is not None
     tier = core.host.tier
-    tier._prefill_s = lambda: None  # nothing is computed that can be brought back
+    tier._prefill_s = lambda: None  # The tier always loads KV instead of computing it.
     world = World(core, random.Random(3), free_weight=0.4)
     world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))
     assert core.runtime_info().num_free_blocks == 30
@@ -213,8 +214,8 @@ while True:
 """
 
 
-def test_a_process_killed_while_it_copies_leaves_nothing_behind() -> None:
-    """The next one can do the same."""
+def test_a_process_that_is_killed_during_copies_leaks_nothing() -> None:
+    """A second process, and then this process, can do the same copies."""
     for _ in range(2):
         with subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
@@ -222,4 +223,4 @@ def test_a_process_killed_while_it_copies_leaves_nothing_behind() -> None:
                 assert process.stdout.readline() == b"copying\n"
             process.send_signal(signal.SIGKILL)
             process.wait(30)
-    test_what_comes_back_is_what_left("bf16")
+    test_loaded_blocks_equal_the_stored_blocks("bf16")

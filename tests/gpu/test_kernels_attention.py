@@ -1,4 +1,4 @@
-"""The attention kernels on the device, against float64; every case twice, with equal bits."""
+"""The attention kernels on the device, against float64. Every case runs twice with equal bits."""
 
 import dataclasses
 
@@ -50,7 +50,7 @@ TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 
 class Run:
-    """One case with its plan and poisoned buffers on the device."""
+    """A case on the device, with its plan and with NaN in all buffers."""
 
     def __init__(
         self,
@@ -192,12 +192,12 @@ def test_shared_and_unshared_plans_agree(quantised: bool) -> None:
 def test_a_graph_replays_another_plan_in_the_same_buffers(quantised: bool) -> None:
     shape = AttentionShape(8, 2, 128, 64)
     first = make_case(DECODES, shape, dtype=torch.bfloat16, device="cuda", quantised=quantised)
-    # The same batch, shared and split otherwise, in room for either plan.
+    # The same batch with other shared nodes and splits. The capacity fits both plans.
     split = SplitConfig(min_span=(128,) * 3)
     plans = [plan_work(first.step, shape, g, s) for g, s in ((SHARE_ALL, split), (None, split))]
     needs = [dataclasses.astuple(Capacity.of(work)) for work in plans]
     room = Capacity(*(max(sizes) + 3 for sizes in zip(*needs, strict=True)))
-    if not quantised:  # then nothing is ever converted
+    if not quantised:  # Plain pages are never converted.
         room = dataclasses.replace(room, converted_fills=0, converted_pages=0)
     run = Run(first, shape, split=split, capacity=room)
     run.launch()

@@ -1,4 +1,4 @@
-"""The fused kernels on the device, in bfloat16, against float64 of the same inputs."""
+"""The fused kernels on the device, in bfloat16, against float64 with the same inputs."""
 
 import pytest
 
@@ -125,9 +125,10 @@ def test_silu_mul(size: int, tokens: int) -> None:
     assert relative_error(out, torch.nn.functional.silu(gate) * up) < 5e-3
 
 
-def least_alike(num_weights: int, num_rows: int) -> int:
-    """The fewest rows whose products are summed in the order of those of `num_rows`."""
-    if num_weights < 1 << 20:  # two rows are as one
+def fewest_equal_rows(num_weights: int, num_rows: int) -> int:
+    """The smallest number of rows for which a product has the same order of summation as for
+    `num_rows`."""
+    if num_weights < 1 << 20:  # Here, one and two rows have the same order.
         return 1 if num_rows <= 2 else 3
     return min(num_rows, 2)
 
@@ -147,8 +148,8 @@ def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> 
     assert relative_error(out, expected) < 1e-2
     again = few_rows_linear(x, weight, torch.full_like(out, float("nan")), silu=silu)
     assert torch.equal(again, out)
-    few = least_alike(num_out * size, num_rows)
-    if few < num_rows:  # the same row, whoever is beside it
+    few = fewest_equal_rows(num_out * size, num_rows)
+    if few < num_rows:  # A row's result does not depend on the other rows.
         fewer = few_rows_linear(x[:few], weight, torch.empty_like(out[:few]), silu=silu)
         assert torch.equal(fewer, out[:few])
 
@@ -156,8 +157,9 @@ def test_few_rows_linear(num_out: int, size: int, silu: bool, num_rows: int) -> 
 @pytest.mark.parametrize(("inner", "size"), [(576, 576), (4096, 4096), (13824, 5120)])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 16, 31, 33, FEW_ROWS])
 def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> None:
-    """One product adds to the residual stream, and the next one reads that normed; then the same
-    many times in a row, so that each kernel starts while the one before ends."""
+    """The first product adds its output to the residual stream. The second product reads the
+    normalized sum. Both run 20 times in a row, so that each kernel starts before the previous one
+    ends."""
     torch.manual_seed(inner)
     x, weight, residual = normal(num_rows, inner), normal(size, inner), normal(num_rows, size)
     gain, second = normal(size), normal(5120, size)
@@ -175,7 +177,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
     few_rows_linear(normed, second, out)
     expected = rms_norm_reference(total.cpu(), gain.cpu(), 1e-5) @ second.double().T.cpu()
     assert relative_error(out, expected) < 5e-3
-    for rows in (least_alike(inner * size, num_rows), num_rows):
+    for rows in (fewest_equal_rows(inner * size, num_rows), num_rows):
         for _ in range(20):
             again = few_rows_linear(run(rows)[1], second, torch.full_like(out[:rows], float("nan")))
         assert torch.equal(again, out[:rows])
@@ -186,7 +188,7 @@ def test_products_that_add_and_norm(inner: int, size: int, num_rows: int) -> Non
 )
 @pytest.mark.parametrize("num_rows", [1, 2, 9, 16, 32, FEW_ROWS])
 def test_few_rows_qkv(heads: int, kv_heads: int, dim: int, size: int, num_rows: int) -> None:
-    """The kernel equals the product, the rotation and the write one after the other."""
+    """The kernel gives the result of the product, the rotation and the write in sequence."""
     torch.manual_seed(heads)
     shape = AttentionShape(heads, kv_heads, dim, 64)
     num_out = (heads + 2 * kv_heads) * dim

@@ -53,8 +53,8 @@ def test_the_largest_logit(vocab_size: int, dtype: torch.dtype) -> None:
 def test_drawn_tokens_equal_those_of_the_cpu(
     fields: dict[str, Any], vocab_size: int, dtype: torch.dtype
 ) -> None:
-    """Few tokens differ: where two sums of score and noise, or a sum of weights and its limit, are
-    a rounding apart."""
+    """At most one token may differ, because two scores with noise, or a sum of weights and its
+    limit, may differ by one rounding."""
     logits = normal(ROWS, vocab_size, dtype)
     specs = specs_of([ResolvedSampling.model_validate(fields)] * ROWS)
     outputs = []
@@ -72,7 +72,7 @@ def test_drawn_tokens_equal_those_of_the_cpu(
 @pytest.mark.parametrize("length", [2, 30, 3000, 20000])
 @pytest.mark.parametrize("vocab_size", [259, 151936])
 def test_penalties_and_biases(vocab_size: int, length: int) -> None:
-    """Against float64; and a token that is still pending counts bit by bit as if it were known."""
+    """The reference is float64. A pending token gives the same bits as a known token."""
     specs = penalized(vocab_size, length)
     logits = normal(len(specs), vocab_size, torch.float32)
     newest = [spec.context_ids[-1] for spec in specs]
@@ -85,7 +85,7 @@ def test_penalties_and_biases(vocab_size: int, length: int) -> None:
     assert torch.equal(adjusted(logits, ahead, newest, "cuda"), got)
 
 
-def test_penalties_leave_what_is_not_finite() -> None:
+def test_penalties_keep_values_that_are_not_finite() -> None:
     specs = penalized(500, 60)[:7]
     logits = normal(9, 500, torch.float32)
     logits[1, 17], logits[3, 499], logits[4, 3] = float("nan"), float("inf"), float("-inf")

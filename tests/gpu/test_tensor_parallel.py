@@ -1,6 +1,6 @@
-"""A model on two GPUs gives what it gives on one.
+"""A model on two GPUs gives the outputs of the same model on one GPU.
 
-Each test has a process of its own, in which ranks share memory once."""
+Each test runs in its own process, because ranks can share memory only once in a process."""
 
 import asyncio
 import os
@@ -90,7 +90,8 @@ def two_ranks(folder: Path, **instance: Any) -> Iterator[tuple[CudaRunner, RankP
 
 
 def outputs(runner: CudaRunner) -> list[Any]:
-    """Decodes in graphs, prompts of several lengths, a fork, and drawn tokens."""
+    """Outputs of decodes in graphs, of prompts of several lengths, of forks, and of random
+    sampling."""
     driver = Driver(runner)
     prompts = [[1, 2, 3], [7] * 30, [i * 7 % 250 for i in range(200)]]
     found: list[Any] = [driver.generate([driver.context(p) for p in prompts], 12, chunk=64)]
@@ -106,7 +107,7 @@ def outputs(runner: CudaRunner) -> list[Any]:
 
 
 @pytest.mark.parametrize("family", SIZES)
-def test_tokens_are_those_of_one_gpu(tmp_path: Path, family: str) -> None:
+def test_tokens_equal_those_of_one_gpu(tmp_path: Path, family: str) -> None:
     make_tiny_model(tmp_path / "model", family, overrides=SIZES[family])
     run_alone("tokens", str(tmp_path / "model"))
 
@@ -117,11 +118,12 @@ def compare_tokens(folder: Path) -> None:
     want = outputs(alone)
     with two_ranks(folder) as (runner, _):
         assert outputs(runner) == want
-        assert runner.computer.graphs is not None  # not kept: ranks wait for their end
+        # Do not keep the graphs in a variable: at the end, the ranks wait until they are deleted.
+        assert runner.computer.graphs is not None
         assert runner.computer.graphs.num_replays > 0
 
 
-def test_requests_that_are_launched_ahead_get_the_tokens_of_one_gpu(tmp_path: Path) -> None:
+def test_requests_with_steps_launched_ahead_have_the_tokens_of_one_gpu(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
     run_alone("requests", str(tmp_path / "model"))
 
@@ -156,14 +158,14 @@ async def compare_requests(folder: Path) -> None:
     assert await answers(2) == await answers(1)
 
 
-def test_what_comes_back_from_the_host_is_what_left(tmp_path: Path) -> None:
+def test_outputs_with_a_host_tier_equal_those_of_one_gpu(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model", "llama", overrides=SIZES["llama"])
     run_alone("host", str(tmp_path / "model"))
 
 
 def compare_host_tier(folder: Path) -> None:
-    """Two GPUs that hold little, a host that holds more: each greedy answer is that of the same
-    two without requests beside it, and that of one."""
+    """The GPUs have 30 blocks and the host 60, so KV is often evicted and loaded. Each greedy
+    answer must equal the answer to the same prompt alone, on two GPUs and on one."""
     checkpoint = open_checkpoint(str(folder))
     layout = KVLayout.of(checkpoint.spec, 16, torch.float32)
     few = {"num_kv_cache_blocks": 30, "block_size": 16, "max_seq_len": 400}
@@ -173,7 +175,7 @@ def compare_host_tier(folder: Path) -> None:
         core = EngineCore(config(folder, 2), runner, language, MonotonicClock())
         assert core.host is not None
         tier = core.host.tier
-        tier._prefill_s = lambda: None  # nothing is computed that can be brought back
+        tier._prefill_s = lambda: None  # The tier always loads KV instead of computing it.
         world = World(core, random.Random(3), free_weight=0.4)
         world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))
         assert core.runtime_info().num_free_blocks == 30

@@ -1,4 +1,4 @@
-"""After warm-up no request waits for a kernel to be compiled."""
+"""After warm-up, no request waits for the compilation of a kernel."""
 
 import random
 from pathlib import Path
@@ -47,7 +47,8 @@ def test_nothing_is_compiled_after_warm_up(
     quantised: bool,
     four_bits: bool,
 ) -> None:
-    """Prompts of any length alone, together and beside decodes; forks; all ways to sample."""
+    """Prompts of any length run alone, together, and in steps with decodes. Contexts fork, and all
+    kinds of sampling are used."""
     sizes = SIZES | {"num_key_value_heads": kv_heads}
     folder = make_tiny_model(tmp_path / "plain", overrides=sizes)
     if four_bits:

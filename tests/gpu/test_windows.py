@@ -1,4 +1,4 @@
-"""Models whose windowed layers have slots, on the device, through the engine core.
+"""Models with window slots on the device, through the engine core.
 
 Graphs, steps that are launched ahead, forks, prefix hits and preempted jobs give the tokens of
 transformers."""
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Engine:
-    """A core with NaN in all slots, so that a read outside of a window changes the tokens."""
+    """A core with NaN in all slots, so that a read outside a window changes the tokens."""
 
     def __init__(self, folder: Path, block_size: int, num_slots: int, **instance: Any) -> None:
         config = BuiltinConfig.model_validate(
@@ -94,7 +94,7 @@ def roots(prompts: list[list[int]]) -> list[tuple[list[int], int, int | None]]:
 
 @pytest.mark.parametrize(("block_size", "num_slots"), [(16, 26), (16, 90), (64, 12), (64, 40)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_tokens_are_those_of_transformers(
+def test_tokens_equal_those_of_transformers(
     tmp_path: Path, family: str, block_size: int, num_slots: int
 ) -> None:
     """With few slots, jobs are preempted and windows are computed again."""
@@ -121,8 +121,8 @@ def test_tokens_are_those_of_transformers(
 
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("family", ["gemma3", "cohere2", "mistral"])
-def test_windows_leave_the_gpu_and_return(tmp_path: Path, family: str, block_size: int) -> None:
-    """Contexts take turns, with blocks and slots for a part of them."""
+def test_windows_are_evicted_and_loaded(tmp_path: Path, family: str, block_size: int) -> None:
+    """Two groups of contexts take turns. Blocks and slots are enough for one group only."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=FAMILIES[family])
     sizes = {"num_kv_cache_blocks": 1024 // block_size, "host_kv_gb": 0.25}
     engine, greedy = (
@@ -143,8 +143,8 @@ def test_windows_leave_the_gpu_and_return(tmp_path: Path, family: str, block_siz
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral"])
 def test_quantised_slots_give_finite_tokens(tmp_path: Path, family: str) -> None:
-    """Equal prompts have equal outputs, before and after their windows were lost."""
-    overrides = FAMILIES[family] | {"head_dim": 32}  # The fewest numbers of a head in e4m3.
+    """Equal prompts have equal outputs, before and after their windows are evicted."""
+    overrides = FAMILIES[family] | {"head_dim": 32}  # The smallest head size that supports e4m3.
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
     engine = Engine(folder, 64, 12, kv_cache_dtype="fp8")
     rng = random.Random(0)

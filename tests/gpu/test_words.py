@@ -1,4 +1,4 @@
-"""Products with weights in codes on the device, and models with them."""
+"""Products with coded weights on the device, and models with such weights."""
 
 import random
 from pathlib import Path
@@ -36,7 +36,7 @@ def matrix(outputs: int, inputs: int, group: int, kind: torch.dtype = torch.floa
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
-    # A sum in float32 of products that are exact.
+    # A float32 sum of exact products.
     largest = expected.abs().amax(1, keepdim=True)
     bound = ROUNDING * expected.abs() + 2**-22 * inputs**0.5 * largest + 2**-14 * largest
     error = (found.double() - expected).abs()
@@ -58,10 +58,10 @@ def test_products(outputs: int, inputs: int, rows: int, group: int) -> None:
     assert_close(words_linear(x, words, out), expected, inputs)
     found = words_product(x, words, None).double()
     error = (found - expected).norm() / expected.norm()
-    assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
+    assert float(error) < 0.004, "products of many rows use bfloat16 weights"
 
 
-# Bits, inputs of a group, and whether numbers have offsets: Q8_0, Q6_K, Q4_1 or Q4_K, Q5_K, and a
+# Each tuple is (bits, group size, has offsets). In order: Q8_0, Q6_K, Q4_1 or Q4_K, Q5_K, and a
 # product of Q6_K and Q4_K.
 OTHERS = [(8, 32, False), (8, 16, False), (4, 32, True), (8, 32, True), (8, 16, True)]
 
@@ -93,7 +93,7 @@ def test_products_of_other_codes(
     assert torch.equal(words_numbers(words, torch.float32), whole.numbers())
     found = words_product(x, words, None).double()
     error = (found - expected).norm() / expected.norm()
-    assert float(error) < 0.004, "many rows multiply the numbers in bfloat16"
+    assert float(error) < 0.004, "products of many rows use bfloat16 weights"
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
@@ -138,8 +138,10 @@ def test_a_layer_of_products(rows: int, other: tuple[int, int, bool] | None) -> 
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized"])
-def test_greedy_tokens_are_those_of_the_numbers(tmp_path: Path, kind: str) -> None:
-    """In graphs, for one sequence and for several, at once and in chunks."""
+def test_greedy_tokens_of_four_bit_and_bfloat16_weights_are_nearly_equal(
+    tmp_path: Path, kind: str
+) -> None:
+    """Outputs run in graphs, for one sequence and for several, at once and in chunks."""
     plain = make_tiny_model(tmp_path / "plain", "llama", overrides=SIZES)
     quantise_folder(plain, tmp_path / "model", kind, 64)
     packed, packed_memory = outputs(tmp_path / "model", "auto")
@@ -177,7 +179,7 @@ def random_prompts(*lengths: int) -> list[list[int]]:
 
 
 def outputs(model: Path, dtype: str, tokenizer: str = "") -> tuple[list[list[int]], float]:
-    """Greedy outputs, and the MiB of weights."""
+    """Greedy outputs, and the size of the weights in MiB."""
     config = {"model": str(model), "device": "cuda", "dtype": dtype, "tokenizer": tokenizer}
     config |= {"instance": {"num_kv_cache_blocks": 64}}
     runner = load_runner(BuiltinConfig.model_validate(config))[0]

@@ -1,4 +1,4 @@
-"""The end of a request that is submitted to an engine core directly."""
+"""A sink for requests that a test submits to an engine core directly."""
 
 from parrot.engine.core.jobs import Outcome, Response
 from parrot.protocol.engine_api import GenerateResponse, StreamChunk
@@ -6,7 +6,7 @@ from parrot.protocol.errors import ParrotError
 
 
 class Answer:
-    """A sink that remembers, and insists on one end."""
+    """Keeps the chunks and the outcome, and checks that there is only one outcome."""
 
     def __init__(self) -> None:
         self.chunks: list[StreamChunk] = []

@@ -1,4 +1,4 @@
-"""Run an app on a free loopback port: in the test's own event loop, or in a thread."""
+"""Runs an app on a free loopback port, in the test's own event loop or in a thread."""
 
 import asyncio
 import socket
@@ -14,7 +14,7 @@ from parrot.protocol.app_server import KEEP_ALIVE_S
 
 
 class _AnnouncingServer(uvicorn.Server):
-    """Says when it accepts connections, instead of being asked again and again."""
+    """A server with an event for the moment at which it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -27,9 +27,10 @@ class _AnnouncingServer(uvicorn.Server):
 
 @asynccontextmanager
 async def serve_app(app: ASGIApp, port: int = 0, **options: Any) -> AsyncIterator[str]:
-    """Yield the app's base URL; the app's lifespan runs around it. `options` are uvicorn's."""
+    """Yield the app's base URL while the app runs. `options` are passed to uvicorn."""
     listener = socket.create_server(("127.0.0.1", port))
-    # asyncio does this only for sockets that it makes; without it each answer may take 40 ms more.
+    # asyncio sets this option only for sockets that it creates. Without it, answers may take 40 ms
+    # longer.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     server = _AnnouncingServer(
         uvicorn.Config(
@@ -37,7 +38,7 @@ async def serve_app(app: ASGIApp, port: int = 0, **options: Any) -> AsyncIterato
             log_level="error",
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
-            proxy_headers=False,  # As the real server.
+            proxy_headers=False,  # The real server has the same setting.
             **options,
         )
     )
@@ -58,7 +59,7 @@ async def serve_app(app: ASGIApp, port: int = 0, **options: Any) -> AsyncIterato
 
 @contextmanager
 def running_in_thread(app: ASGIApp) -> Iterator[str]:
-    """Serve an app from a thread, for blocking programs. Yields its base URL."""
+    """Run an app in a thread, for blocking programs. Yields the base URL."""
     urls: list[str] = []
     started = threading.Event()
     loop = asyncio.new_event_loop()

@@ -37,7 +37,8 @@ def byte_tokenizer(
 def plain_byte_tokenizer(
     vocab_size: int, special_tokens: Mapping[str, int] = MappingProxyType({})
 ) -> TokenizerResponse:
-    """Ids 0 to 255 and `special_tokens`, of a model whose vocabulary may have more."""
+    """A tokenizer with ids 0 to 255 for bytes, then `special_tokens`. The model's vocabulary,
+    `vocab_size`, may be larger."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {c: i for i, c in enumerate(alphabet)} | dict(special_tokens)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

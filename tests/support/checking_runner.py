@@ -1,4 +1,4 @@
-"""A runner without a model that proves what the scheduler promises about KV."""
+"""A runner without a model that checks the scheduler's handling of KV."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ Pair = tuple[SequenceStep, Sequence[int]]
 
 
 def chain(token_ids: Sequence[int]) -> list[int]:
-    """A value for each position that depends on its token and all before it, as KV does."""
+    """A value for each position that depends on its token and all earlier tokens, like KV."""
     values, value = [], 1
     for token in token_ids:
         value = hash((value, token))
@@ -39,7 +39,7 @@ def chain(token_ids: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """A `StateSum` that remembers what was added: positions, and their `chain` values."""
+    """A `StateSum` that keeps all added pairs of a position and its `chain` value."""
 
     added: tuple[tuple[int, int], ...]
     is_finite: bool = True
@@ -53,14 +53,10 @@ class States:
 
 
 class CheckingRunner:
-    """Its KV cache holds, for each slot, the `chain` value that was written there. Every step
-    asserts that what a sequence reads is its own context, before and after the step's writes, and
-    that no block has two writers; what fails is also kept in `violations`. With `info.window`, a
-    second cache has the slots of windows, and the same holds for the windows of all tokens.
+    """A runner whose KV cache has a `chain` value in each slot, so that a read of foreign KV fails.
 
-    `next_token(context_ids)` is the model; with penalties, its letter is moved on by the
-    number of different tokens in the output. `nan_token` and `crash_token` are faults: logits that
-    are not finite, or an exception, whenever a step computes such a token."""
+    Before and after the writes of a step, each sequence must read the KV of its own context. No
+    block may have two writers. With `info.window`, the same holds for a cache of windows."""
 
     def __init__(
         self,
@@ -75,14 +71,18 @@ class CheckingRunner:
         self._slots = [[EMPTY] * info.block_size for _ in range(info.num_blocks)]
         num_slots = 0 if info.window is None else info.window.num_slots
         self._windows = [[EMPTY] * info.block_size for _ in range(num_slots)]
-        self._slot_of: dict[int, int] = {}  # Of blocks.
+        self._slot_of: dict[int, int] = {}  # The window slot of each block.
         self._tokens_of = tokens_of
+        # The model: from the context to its next token. With penalties, this letter is shifted by
+        # the number of different tokens in the output.
         self._next_token = next_token
+        # Steps that compute `nan_token` have logits that are not finite. Steps that compute
+        # `crash_token` raise.
         self._nan_token = nan_token
         self._crash_token = crash_token
         self.plans: list[StepPlan] = []
         self.num_drafts = 0
-        self.violations: list[AssertionError] = []
+        self.violations: list[AssertionError] = []  # All failed checks.
 
     @property
     def info(self) -> RunnerInfo:
@@ -92,20 +92,23 @@ class CheckingRunner:
         return self.run_texts(plan, [self.text_of(s) for s in plan.sequences])
 
     def text_of(self, sequence: SequenceStep) -> list[int]:
-        """The tokens of its context, up to what the step computes, which only the plan knows."""
+        """The tokens of the sequence's context up to the end of the step. The step's own tokens are
+        only in the plan."""
         known = list(self._tokens_of(sequence.context_id)[: sequence.end])
         text = known[: sequence.start] + list(sequence.token_ids)
         drafts = [] if sequence.sample is None else list(sequence.sample.drafts)
-        assert len(text) == sequence.end, f"{sequence} begins beyond its context"
-        assert text in (known + drafts, [*known, PENDING]), f"{sequence} computes foreign tokens"
+        assert len(text) == sequence.end, f"{sequence} starts after the end of its context"
+        assert text in (known + drafts, [*known, PENDING]), (
+            f"{sequence} computes tokens of another context"
+        )
         return text
 
     def run_texts(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
-        """`texts`: for each sequence, the tokens [0, end) of its context."""
+        """Run the step. `texts` has the tokens [0, end) of each sequence's context."""
         self.plans.append(plan)
         try:
             return self._run(plan, texts)
-        except AssertionError as violation:  # the core would take it for a crash and go on
+        except AssertionError as violation:  # The core would handle it like a crash of the step.
             self.violations.append(violation)
             raise
 
@@ -120,7 +123,7 @@ class CheckingRunner:
                 kept = self._windows[copy.source_slot][: copy.num_tokens]
                 self._windows[copy.target_slot] = kept + empty
         ids = [sequence.context_id for sequence in plan.sequences]
-        assert len(set(ids)) == len(ids), f"a context is twice in a step: {ids}"
+        assert len(set(ids)) == len(ids), f"a context occurs twice in a step: {ids}"
         pairs = list(zip(plan.sequences, texts, strict=True))
         self._check_reads(pairs)
         self._write_all(pairs)
@@ -208,8 +211,8 @@ class CheckingRunner:
         return States(values, self._nan_token not in text[first:stop])
 
     def _scored(self, first: int, spec: ScoreSpec, text: Sequence[int]) -> Logprobs:
-        """Numbers that tell the `chain` value behind which a target comes, and its place among the
-        likely ones."""
+        """Rows whose numbers depend on the `chain` value before each target and on the rank of each
+        likely token."""
         found, values = Logprobs(1 + spec.num_top), chain(text)
         assert first + len(spec.targets) <= len(text), spec
         for at, target in enumerate(spec.targets, first):
@@ -223,23 +226,24 @@ class CheckingRunner:
         if sample.sampling.adjusts_logits:
             context = [*sample.context_ids, *sample.drafts]
             output = [*sample.output_ids, *sample.drafts]
-            assert context == list(text), f"job {sample.job_id} is told of foreign tokens"
-            assert output == context[len(context) - len(output) :], "its output is another's"
+            assert context == list(text), (
+                f"job {sample.job_id} has penalties for tokens of another context"
+            )
+            assert output == context[len(context) - len(output) :], (
+                "the output is not the end of its context"
+            )
             token = _LETTERS + (token - _LETTERS + len(set(output))) % _NUM_LETTERS
         return token
 
 
 class LaunchingRunner(CheckingRunner):
-    """Also launches steps. Like a device, it knows of a launched step what it was told then, and
-    does it later: when it is waited for. `num_ahead` counts those launched while another was on its
-    way, `num_fills_ahead` those of them with more than one token of a sequence, and
-    `num_penalized_ahead` the penalized samples in them whose newest token is pending. What it
-    `refuses` is not launched."""
+    """A runner that also launches steps. Like a device, it computes a launched step later, from the
+    tokens that were known at the launch. A step counts as ahead if the previous step is running."""
 
     num_ahead = 0
-    num_fills_ahead = 0
-    num_penalized_ahead = 0
-    refuses: Callable[[StepPlan], bool] | None = None
+    num_fills_ahead = 0  # Steps ahead with more than one token of a sequence.
+    num_penalized_ahead = 0  # Penalized samples in steps ahead whose newest token is pending.
+    refuses: Callable[[StepPlan], bool] | None = None  # True: the step is not launched.
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
         if self.refuses is not None and self.refuses(plan):
@@ -260,7 +264,7 @@ class LaunchingRunner(CheckingRunner):
 
 
 def _with_token(sequence: SequenceStep, *token: int) -> SequenceStep:
-    """With its output and context as they are now, and a token more if one is given."""
+    """A copy with the current output and context of the sequence, plus `token` if it is given."""
     spec = sequence.sample
     if spec is None:
         return sequence
@@ -277,7 +281,7 @@ class Launched:
     result: StepResult | None = None
 
     def wait_until_due(self) -> None:
-        """A device that is due as soon as it begins."""
+        """This device is due as soon as it starts."""
 
     def wait(self) -> StepResult:
         sequences = list(self.plan.sequences)
@@ -291,10 +295,13 @@ class Launched:
         return self.result
 
     def _token_of(self, context_id: int) -> int:
-        """The token that the last step sampled for the context; any token if that failed."""
+        """The token that the previous step sampled for the context. If that sample failed, any
+        token is fine."""
         before = self.previous
-        assert before is not None, f"context {context_id} waits for no step"
-        assert before.result is not None, "steps are not waited for in order"
+        assert before is not None, (
+            f"context {context_id} has a pending token without a previous step"
+        )
+        assert before.result is not None, "steps must be awaited in order"
         specs = {s.context_id: s.sample for s in before.plan.sequences}
         spec = specs[context_id]
         assert spec is not None, f"no token was sampled for context {context_id}"

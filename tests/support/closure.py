@@ -1,4 +1,4 @@
-"""How much of the package one must know to know a part of it."""
+"""The number of lines of code that a part of the package depends on."""
 
 import ast
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def _imports(module: str) -> frozenset[str]:
 
 
 def _executed(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those below `if TYPE_CHECKING:`."""
+    """All nodes except the code below `if TYPE_CHECKING:`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from (inner for other in node.orelse for inner in (other, *_executed(other)))

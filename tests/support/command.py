@@ -1,4 +1,4 @@
-"""The `parrot` command, run as a shell would, but in this process: its imports are made once."""
+"""Runs the `parrot` command inside the test process, which saves the time of its imports."""
 
 import sys
 from dataclasses import dataclass
@@ -21,13 +21,15 @@ class Result:
 
 
 def parrot(*args: str, stdin: str = "", **env: str) -> Result:
-    """Raises what the command raises but `SystemExit`. `env`: added to the environment."""
+    """Run the command with these arguments. Exceptions other than `SystemExit` are raised. `env` is
+    added to the environment."""
     env = {"COLUMNS": str(_WIDTH), **env}
     with (
         unchanged_root_logger(),
         patch.object(OUT, "_width", _WIDTH),
         patch.object(ERR, "_width", _WIDTH),
-        patch.object(sys, "argv", [*sys.argv]),  # whose first the servers' commands replace
+        # The commands of servers replace the first argument.
+        patch.object(sys, "argv", [*sys.argv]),
     ):
         result = CliRunner().invoke(app, args, input=stdin, env=env, prog_name="parrot")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
@@ -36,7 +38,7 @@ def parrot(*args: str, stdin: str = "", **env: str) -> Result:
 
 
 def failed(*args: str, stdin: str = "", **env: str) -> str:
-    """What a command says that must fail."""
+    """The error output of a command that must fail."""
     result = parrot(*args, stdin=stdin, **env)
     assert result.returncode == 1, result.stdout + result.stderr
     return " ".join(result.stderr.split())

@@ -1,4 +1,4 @@
-"""An engine core on a `CheckingRunner`, small enough to see every block."""
+"""An engine core with a `CheckingRunner`. Its pool is so small that tests can check each block."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -33,12 +33,14 @@ def piece(
 
 
 def next_letter(context_ids: Sequence[int]) -> int:
-    """After "c" comes "d", whatever came before: easy to foresee."""
+    """The letter after the newest one. It depends on the last token only, so outputs are easy to
+    predict."""
     return 97 + (context_ids[-1] - 96) % 26
 
 
 class Harness:
-    """`config` are keys of the engine's configuration, `faults` those of `CheckingRunner`."""
+    """`config` has keys of the engine's configuration, and `faults` has options of
+    `CheckingRunner`."""
 
     def __init__(
         self,
@@ -156,10 +158,10 @@ class Harness:
         return ran
 
     def run(self, max_steps: int = 500) -> int:
-        """Steps until nothing is left to do; returns how many."""
+        """Run steps until no work is left. Returns their number."""
         for num_steps in range(max_steps):
             if not self.step():
-                assert not self.core.has_work, "work is left, but no step can be made"
+                assert not self.core.has_work, "work is left, but the core runs no step"
                 return num_steps
         raise AssertionError(f"not done after {max_steps} steps")
 

@@ -1,4 +1,4 @@
-"""Outputs of an engine core, with drafts and without."""
+"""Outputs of an engine core with drafts and without."""
 
 import asyncio
 import random
@@ -25,8 +25,8 @@ class Output:
     streamed: str
 
     @property
-    def said(self) -> tuple[Any, ...]:
-        """All that must not depend on drafts."""
+    def result(self) -> tuple[Any, ...]:
+        """The parts of the output that must not depend on drafts."""
         r = self.response
         return r.generated_ids, r.generated_text, r.finish_reason, self.streamed
 
@@ -38,11 +38,12 @@ def outputs(
     samplings: Sequence[SamplingConfig],
     drafts: Texts | None = None,
 ) -> list[Output]:
-    """Of prompts that come together, drafted from a text each, and from themselves; None: not."""
+    """The outputs of prompts that arrive together. `drafts` has a text for each prompt; outputs are
+    drafted from that text and from themselves. Without `drafts`, the drafter is off."""
     most = 0 if drafts is None else 32
     config = BuiltinConfig(model="embedded", scheduler={"max_draft_tokens": most})
-    # Time stands still, so that steps are never measured and the drafter's choices do not depend on
-    # the machine.
+    # The clock does not move, so steps have no measured time. The drafter's choices then do not
+    # depend on the machine.
     core = EngineCore(config, runner, language, ManualClock())
     outcomes: list[list[Any]] = [[] for _ in prompts]
     for i, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):
@@ -52,7 +53,8 @@ def outputs(
         wanted = EngineRequest(
             i,
             (Piece(i, array("i", prompt)),),
-            sampling=sampling.model_copy(),  # a runner tells jobs by it, and this core's are new
+            # The runner identifies a job by this object, so each core needs its own copy.
+            sampling=sampling.model_copy(),
             stream=True,
             constraint=constraint,
             drafts=DraftSources(texts=() if drafts is None else (list(drafts[i]),)),
@@ -70,7 +72,7 @@ def outputs(
 
 
 def edited(ids: Sequence[int], most: int = 250) -> list[int]:
-    """Some tokens left out, some other ones put in."""
+    """A copy with some tokens removed and some random tokens inserted."""
     numbers = random.Random(len(ids))
     kept = [i for i in ids if numbers.random() > 0.1]
     for _ in range(1 + len(ids) // 12):
@@ -81,14 +83,15 @@ def edited(ids: Sequence[int], most: int = 250) -> list[int]:
 def assert_drafts_change_nothing(
     runner: StepRunner, language: Language, prompts: Texts, samplings: Sequence[SamplingConfig]
 ) -> list[Output]:
-    """Drafts of what will be said, and of nearly that. Returns the outputs of the former."""
+    """Check that outputs do not change with drafts of the exact output, or of a similar text.
+    Returns the outputs with exact drafts."""
     plain = outputs(runner, language, prompts, samplings)
     assert all(o.response.usage.drafted_tokens == 0 for o in plain)
-    said = [o.response.generated_ids for o in plain]
-    nearly = outputs(runner, language, prompts, samplings, [edited(ids) for ids in said])
-    drafted = outputs(runner, language, prompts, samplings, said)
+    result = [o.response.generated_ids for o in plain]
+    nearly = outputs(runner, language, prompts, samplings, [edited(ids) for ids in result])
+    drafted = outputs(runner, language, prompts, samplings, result)
     for output in (nearly, drafted):
-        assert [o.said for o in output] == [o.said for o in plain]
+        assert [o.result for o in output] == [o.result for o in plain]
         for usage in [o.response.usage for o in output]:
             assert usage.accepted_tokens <= min(usage.drafted_tokens, usage.output_tokens)
     return drafted

@@ -1,4 +1,4 @@
-"""Rows to draw tokens for, as the CPU's sampler and as the kernels want them."""
+"""Inputs for the samplers of the CPU and of the kernels."""
 
 import random
 from collections import Counter
@@ -57,8 +57,8 @@ def settings_of(specs: Sequence[SampleSpec], device: str = "cpu") -> torch.Tenso
 
 
 def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
-    """All kinds of penalties, with contexts of about `length` tokens of which some are output. A
-    row's newest token is sometimes new."""
+    """Samples with all kinds of penalties. Contexts have up to `length` tokens. Some of these
+    tokens are output, and the newest token may or may not have occurred before."""
     rng = random.Random(seed)
     specs = []
     for job_id, fields in enumerate(PENALTIES * 3):
@@ -72,12 +72,13 @@ def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
 
 
 def without_newest(specs: Sequence[SampleSpec]) -> list[SampleSpec]:
-    """The rows as they are while their newest token is pending."""
+    """The samples while their newest token is pending."""
     return [s._replace(output_ids=s.output_ids[:-1], context_ids=s.context_ids[:-1]) for s in specs]
 
 
 def adjustments_for(specs: Sequence[SampleSpec], *, pending: bool) -> Adjustments:
-    """Row i is for `specs[i]`, and so is token i, if it is pending."""
+    """Adjustments in which row i is for `specs[i]`. If `pending`, the newest token of row i is
+    token i of the step."""
     rows = [
         AdjustedRow(i, i if pending else -1, AdjustedTokens(s.job_id, s.sampling), s)
         for i, s in enumerate(specs)
@@ -88,7 +89,8 @@ def adjustments_for(specs: Sequence[SampleSpec], *, pending: bool) -> Adjustment
 def adjusted(
     logits: torch.Tensor, step: Adjustments, tokens: Sequence[int], device: str = "cpu"
 ) -> torch.Tensor:
-    """Logits as the kernel adjusts them; asserts that it leaves what is beyond the rows alone."""
+    """Logits as the kernel adjusts them. Checks that the kernel does not write past the end of the
+    rows."""
     rows, vocab_size = logits.shape
     wide = torch.full((rows, vocab_size + 5), 9.0, device=device)
     wide[:, :vocab_size] = logits
@@ -100,7 +102,7 @@ def adjusted(
 
 
 def adjusted_exactly(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Penalties and biases by their definitions, in float64."""
+    """Penalties and biases by definition, in float64."""
     exact = logits.double().clone()
     for row, spec in zip(exact, specs, strict=True):
         config = spec.sampling
@@ -117,7 +119,8 @@ def adjusted_exactly(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch
 
 
 def random_mask(rows: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of bits, of which the last tokens have none, and the same as bool [rows, vocab]."""
+    """A random mask as words of 32 bits, and the same mask as bool [rows, vocab]. Tokens after the
+    last whole word are not allowed."""
     generator = torch.Generator().manual_seed(rows)
     num_words = vocab_size // 32
     words = torch.randint(-(2**31), 2**31, (rows, num_words), generator=generator)

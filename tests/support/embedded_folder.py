@@ -1,4 +1,5 @@
-"""The embedded model as a folder, for programs that read no GGUF file, or with another template."""
+"""The embedded model as a folder, for programs that do not read GGUF files or for a test with
+another chat template."""
 
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ from parrot.engine.models.checkpoint import open_checkpoint
 
 def write_embedded_folder(folder: Path, chat_template: str | None = None) -> Path:
     """Write config.json, model.safetensors (float32) and the tokenizer to `folder`, which is
-    created. `chat_template`: in place of the model's own."""
+    created. `chat_template` replaces the model's own template."""
     checkpoint = open_checkpoint("embedded")
     tokenizer = checkpoint.load_tokenizer()
     ids = tokenizer.special_ids

@@ -1,4 +1,4 @@
-"""How many examples random tests take."""
+"""The number of examples of random tests."""
 
 from hypothesis import settings
 

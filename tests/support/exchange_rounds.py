@@ -1,6 +1,7 @@
-"""Rounds of what ranks do through their memory, which each rank checks for itself.
+"""Rounds of exchanges through the ranks' memory. Each rank checks its own results.
 
-What a rank contributes is drawn from a seed that all ranks know, so nobody need be asked."""
+All ranks draw the data of all ranks from the same seed, so the expected results need no
+communication."""
 
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from parrot.engine.kernels.ranks.exchanges import Exchanges
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """parts [ranks, splits, rows, width], integers [ranks, 2, some]: of every rank."""
+    """The data of all ranks: parts [ranks, splits, rows, width] and integers [ranks, 2, count]."""
 
     parts: torch.Tensor
     before: torch.Tensor
@@ -50,7 +51,8 @@ class Round:
 def run_ranks(
     module: str, size: int, *arguments: str, start: Callable[[list[str]], Any] = subprocess.Popen
 ) -> None:
-    """Run a module once for each rank, whose number is its last argument. All must succeed."""
+    """Run a module as one process for each rank. The last argument is the rank. All processes must
+    succeed."""
     command = [sys.executable, "-m", module, *arguments]
     ranks = [start([*command, str(rank)]) for rank in range(size)]
     try:
@@ -70,8 +72,9 @@ def run_rounds(
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """`shape`: the width, and the most rows. Now and then a rank is late. Nothing is looked at
-    before the end, so that on devices nothing but the exchanges keeps the ranks together."""
+    """`shape` is (width, maximum number of rows). In some rounds, a rank sleeps before its
+    exchange. The results are checked after the last round, so that only the exchanges synchronize
+    the ranks."""
     rounds = [Round.drawn(number, size, shape, dtype) for number in range(num_rounds)]
     own = [
         [
@@ -80,7 +83,7 @@ def run_rounds(
         ]
         for one in rounds
     ]
-    sums, gathered, told = [], {}, {}
+    sums, gathered, received = [], {}, {}
     for number, (part, residual, weight, integers) in enumerate(own):
         if number % size == rank and number % 5 == 0:
             time.sleep(0.02)
@@ -90,10 +93,10 @@ def run_rounds(
         sums.append((residual, exchanges.sum_and_norm(slot, residual, weight, 1e-5)))
         if number % 2 == 0:
             gathered[number] = exchanges.gather(integers)
-            told[number] = integers.flatten().clone()
-            exchanges.broadcast(told[number])
+            received[number] = integers.flatten().clone()
+            exchanges.broadcast(received[number])
     for number, one in enumerate(rounds):
         one.check_sum(*sums[number])
         if number in gathered:
             assert torch.equal(gathered[number].cpu(), one.integers.transpose(0, 1).flatten(1))
-            assert torch.equal(told[number].cpu(), one.integers[0].flatten())
+            assert torch.equal(received[number].cpu(), one.integers[0].flatten())

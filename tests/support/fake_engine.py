@@ -1,5 +1,5 @@
-"""An engine inside the test's process: an `EngineClient` that keeps contexts as plain sequences and
-answers by a script."""
+"""An engine inside the test process: an `EngineClient` that keeps contexts as sequences and answers
+by a script."""
 
 import asyncio
 from base64 import b64encode
@@ -42,29 +42,26 @@ from parrot.utils.byte_symbols import byte_symbols
 from parrot.utils.ids import new_token
 from tests.support.byte_tokenizer import CHATML, byte_tokenizer, tokenizer_id_of
 
-Contents = list[Any]  # ids, or characters
+Contents = list[Any]  # Token ids or characters.
 
 
 @dataclass
 class Script:
-    """The engine's reaction to a request. `text`: from the whole prompt's text to the output;
-    `steps`: how many chunks a stream has; `hang_after`: chunks (0: before the first) after which it
-    waits for `resume`; `stop_token`: ends the ids."""
+    """The engine's reaction to a request."""
 
-    text: Callable[[str], str] = lambda prompt: f"<{len(prompt)}>"
+    text: Callable[[str], str] = lambda prompt: f"<{len(prompt)}>"  # From the prompt to the output.
     error: ParrotError | None = None
-    steps: int = 3
-    hang_after: int | None = None
+    steps: int = 3  # Number of chunks of a stream.
+    hang_after: int | None = None  # Wait for `resume` after this number of chunks.
     finish_reason: FinishReason = FinishReason.STOP
-    stop_token: bool = True
+    stop_token: bool = True  # The ids end with the EOS token.
     extra_ids: Sequence[int] = ()
     stop_string: str | None = None
 
 
 @dataclass
 class FakeEngine(EngineClient):
-    """`scripts` are used up in order, then `script` for ever. `prompts` and `requests` record what
-    was asked, `freed` which contexts were freed; `contexts` is what lives."""
+    """An engine that uses each of `scripts` once, in order, and then `script`."""
 
     info: EngineInfo
     tokenizer_response: TokenizerResponse | None = None
@@ -73,12 +70,12 @@ class FakeEngine(EngineClient):
     requests: list[GenerateRequest] = field(default_factory=list)
     embedded: list[EmbedRequest] = field(default_factory=list)
     scored: list[ScoreRequest] = field(default_factory=list)
-    prompts: list[str] = field(default_factory=list)
+    prompts: list[str] = field(default_factory=list)  # The whole prompt of each request.
     freed: list[int] = field(default_factory=list)
     free_batches: int = 0
     free_error: ParrotError | None = None
     ping_error: ParrotError | None = None
-    contexts: dict[int, Contents] = field(default_factory=dict)
+    contexts: dict[int, Contents] = field(default_factory=dict)  # Those that are not freed.
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_closed: bool = False
     asked: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,7 +123,7 @@ class FakeEngine(EngineClient):
         )
 
     async def embed(self, request: EmbedRequest) -> EmbedResponse:
-        """Vectors that tell their inputs' lengths."""
+        """Vectors that contain the lengths of their inputs."""
         self.embedded.append(request)
         await self._begin_reading()
         lengths = [len(given) for given in request.inputs]
@@ -135,7 +132,7 @@ class FakeEngine(EngineClient):
         return EmbedResponse(embeddings=embeddings, prompt_tokens=sum(lengths))
 
     async def score(self, request: ScoreRequest) -> ScoreResponse:
-        """Made up as for outputs."""
+        """Fixed log probabilities, as for outputs."""
         self.scored.append(request)
         await self._begin_reading()
         answer = ScoreResponse(logprobs=[])
@@ -209,7 +206,7 @@ class FakeEngine(EngineClient):
             raise
 
     async def left_by(self, asking: Coroutine[Any, Any, object], num_requests: int = 1) -> None:
-        """Let who asks go away, once so many requests have come here."""
+        """Cancel `asking` after it has sent `num_requests` requests to this engine."""
         task = asyncio.create_task(asking)
         until = len(self.requests) + num_requests
         while len(self.requests) < until:
@@ -220,7 +217,7 @@ class FakeEngine(EngineClient):
             await task
 
     async def all_aborted(self) -> None:
-        """Wait until every request was aborted."""
+        """Wait until all requests are aborted."""
         while self.num_aborted < len(self.requests):
             self.aborted.clear()
             await self.aborted.wait()
@@ -252,7 +249,7 @@ class FakeEngine(EngineClient):
     def _finish(
         self, request: GenerateRequest, script: Script, text: str, computed: int, cached: int
     ) -> GenerateResponse:
-        """The text is in the context already, but not what follows it."""
+        """The contents already have the text. This adds the tokens after it."""
         contents = self.contexts.get(request.context_id, [])
         ids = self._encode(text)
         num_text_ids = len(ids)
@@ -284,14 +281,15 @@ class FakeEngine(EngineClient):
 def scores(
     request: GenerateRequest, ids: Sequence[int], text: str, codec: Tokenizer | None
 ) -> Logprobs | None:
-    """Made up of the tokens' bytes (0 of a token that is more): the likely ones are that byte and
-    those after it, and a byte's number is (minus) its remainder by 8."""
+    """Log probabilities for the output, or None if the request wants none. See `made_up`."""
     num_top = request.sampling_config.logprobs
     return None if num_top is None else made_up(num_top, ids, text, codec)
 
 
 def made_up(num_top: int, ids: Sequence[int], text: str, codec: Tokenizer | None) -> Logprobs:
-    """Numbers that only tell of the tokens; `ids` of an engine of text are none."""
+    """Log probabilities that depend only on each token's byte (0 for other tokens). The likely
+    tokens are that byte and the bytes after it. The value of a byte is -(byte % 8) / 8. An engine
+    without tokens has no `ids`."""
     id_of = [i if codec is None else codec.token_to_id(s) for i, s in enumerate(byte_symbols())]
     byte_of = {number: byte for byte, number in enumerate(id_of)}
     table = [bytes([byte]) for byte in range(256)] if codec is None else None
@@ -329,6 +327,6 @@ def fake_engine(
 
 
 async def register(url: str, engine: FakeEngine) -> None:
-    """Register the engine with the ServeCore that listens there."""
+    """Register the engine with the ServeCore at `url`."""
     async with HttpClient(url) as http:
         await RegistrationClient(http).register_engine(engine.info)

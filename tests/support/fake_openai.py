@@ -1,6 +1,6 @@
-"""A small OpenAI-compatible server whose faults can be scripted.
+"""A small OpenAI-compatible server with scripted faults.
 
-Its model answers a prompt with the words of `reply`, one token each."""
+Its model answers each prompt with the words of `reply`. Each word is a token."""
 
 import asyncio
 import re
@@ -17,23 +17,18 @@ from tests.support.prefix_cache import PrefixCache
 
 @dataclass(frozen=True)
 class Fault:
-    """An answer other than the model's. With `after_chunks`, the status is 200 and the stream
-    breaks after as many chunks: by an error frame, or (`body` None) by just ending, `is_tidy` with
-    the frame that ends all streams."""
+    """A response that replaces the model's answer. If a stream breaks, the status is 200."""
 
     status: int = 500
-    body: Any = None
+    body: Any = None  # With `after_chunks`, an error frame. None: the stream ends without one.
     headers: Mapping[str, str] = field(default_factory=dict)
-    after_chunks: int | None = None
-    is_tidy: bool = False
+    after_chunks: int | None = None  # The stream breaks after this number of chunks.
+    is_tidy: bool = False  # A stream without `body` still sends the last frame, `[DONE]`.
 
 
 @dataclass
 class FakeOpenAI:
-    """`told` is what it has at other paths, `cache` its memory, if that matters. `faults` are used
-    up first, one a request. With `hold`, answers come only once it is set (streams: all but the
-    first word). `cancelled` is set when a client leaves before its answer. A stream waits `word_s`
-    before each word but the first."""
+    """The server's answers and faults, and records of its requests."""
 
     reply: str = "one two three"
     models: tuple[str, ...] = ("gpt-fake",)
@@ -45,25 +40,27 @@ class FakeOpenAI:
     cached_tokens: int | None = None
     counts_in_streams: bool = True
     end_token: str = "<end>"
-    told: dict[str, Any] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)  # Responses of other paths.
     cache: PrefixCache | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
-    more: dict[str, Any] = field(default_factory=dict)  # fields of each message or delta
+    more: dict[str, Any] = field(default_factory=dict)  # More fields of each message or delta.
     more_of_answer: dict[str, Any] = field(default_factory=dict)
+    # Answers wait until it is set. Streams wait after the first word.
     hold: asyncio.Event | None = None
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)  # Each request uses one until none is left.
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)
     arrivals: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    # Set when a client disconnects before the end of its answer.
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    word_s: float = 0.0
+    word_s: float = 0.0  # Delay of a stream before each word but the first.
     num_open: int = 0
     max_open: int = 0
 
     async def wait_for_requests(self, count: int = 1) -> None:
-        """Until so many more have come since the last such wait."""
+        """Wait for `count` more requests since the last call."""
         for _ in range(count):
             await self.arrivals.acquire()
 
@@ -109,7 +106,7 @@ class FakeOpenAI:
         return self.faults.pop(0) if self.faults else None
 
     async def _embeddings(self, request: Request) -> Response:
-        """Vectors that tell their inputs' lengths, the last one first."""
+        """Vectors that contain the lengths of their inputs, in reverse order."""
         body = await request.json()
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
@@ -141,7 +138,8 @@ class FakeOpenAI:
         return {**usage, "prompt_tokens_details": {"cached_tokens": self.cached_tokens}}
 
     def _special_deltas(self) -> Iterator[dict[str, Any]]:
-        """Reasoning, calls of tools, whose arguments come in two parts, and further fields."""
+        """Deltas with reasoning, with tool calls whose arguments are split in two, and with the
+        fields of `more`."""
         for part in self.reasoning.partition(" ")[:2] if self.reasoning else ():
             yield {"reasoning": part}
         for index, call in enumerate(self.calls):
@@ -251,7 +249,8 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _logprobs(body: Mapping[str, Any], words: list[str], is_chat: bool) -> dict[str, Any]:
-    """A word's log probability is minus its length; likely are words that begin as it does."""
+    """The log probability of a word is minus its length. The likely tokens are the prefixes of the
+    word."""
     wanted = body.get("top_logprobs", 0) if is_chat else body.get("logprobs")
     if not body.get("logprobs"):
         return {}

@@ -1,6 +1,6 @@
-"""A `FakeOpenAI` in a process of its own, which can be killed and stopped.
+"""A `FakeOpenAI` in its own process, which tests can kill and stop.
 
-python -m tests.support.fake_openai_process PORT '{"reply": "a b c"}'"""
+Usage: python -m tests.support.fake_openai_process PORT '{"reply": "a b c"}'"""
 
 import json
 import signal
@@ -20,7 +20,7 @@ from tests.support.fake_openai import FakeOpenAI
 
 @dataclass
 class FakeProcess:
-    """`options` are fields of `FakeOpenAI`."""
+    """A server process. `options` are fields of `FakeOpenAI`."""
 
     options: dict[str, Any]
     port: int = field(default_factory=lambda: free_port("127.0.0.1", set()))
@@ -32,18 +32,18 @@ class FakeProcess:
 
     @property
     def num_requests(self) -> int:
-        """Since the process was started."""
+        """The number of requests since the start of the process."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/requests", timeout=20) as answer:
             return int(json.load(answer)["requests"])
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Start the process and wait until it answers."""
         command = [sys.executable, "-m", __name__, str(self.port), json.dumps(self.options)]
         self.process = subprocess.Popen(command)
         until = time.monotonic() + 60
         while not self._answers():
-            assert self.process.poll() is None, "it ended"
-            assert time.monotonic() < until, "it does not answer"
+            assert self.process.poll() is None, "the process ended"
+            assert time.monotonic() < until, "the process did not answer within 60 s"
             time.sleep(0.02)
 
     def send(self, how: signal.Signals) -> None:
@@ -69,7 +69,8 @@ def main() -> None:
     app = fake.app()
     routes = list(app.router.routes)
     app.get("/requests")(lambda: {"requests": len(fake.bodies)})
-    app.router.routes[:] = [app.router.routes[-1], *routes]  # Before the route of all paths.
+    # This route must come before the route of all paths.
+    app.router.routes[:] = [app.router.routes[-1], *routes]
     uvicorn.run(app, port=int(sys.argv[1]), log_level="error")
 
 

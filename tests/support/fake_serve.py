@@ -86,8 +86,8 @@ class SourceTeller:
 
 
 class FakeServe:
-    """The public fields record what the program sent. `errors`: the errors that the next requests
-    of a name receive, in this order. `_ROUTES` has the names."""
+    """Records the requests of the program in public fields. `errors` has, by request name, the
+    errors for the next requests, in this order. `_ROUTES` has the names."""
 
     def __init__(self) -> None:
         self.reset()

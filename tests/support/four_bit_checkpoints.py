@@ -1,10 +1,10 @@
 """Checkpoints with matrices of four bits, rounded to nearest, in the formats of AWQ, GPTQ and
 compressed-tensors.
 
-Written from the descriptions of the formats, code by code, and not with the engine's reader: AWQ
-packs eight outputs of an input in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ packs eight inputs of an
-output, and stores zeros minus one in its first version. compressed-tensors packs eight inputs, and
-stores signed codes plus eight."""
+This module follows the descriptions of the formats and does not use the engine's reader. AWQ packs
+eight outputs of an input in the order 0, 2, 4, 6, 1, 3, 5, 7. GPTQ packs eight inputs of an output,
+and its first version stores zeros minus one. compressed-tensors packs eight inputs, and stores
+signed codes plus eight."""
 
 import json
 import shutil
@@ -23,11 +23,12 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Rounded:
-    """codes and zeros as integers, scales float16; number = (code - zero) * scale."""
+    """A rounded matrix: number = (code - zero) * scale. Codes and zeros are integers, and scales
+    are float16."""
 
-    codes: np.ndarray[Any, Any]  # [out, in]
-    scales: torch.Tensor  # [out, groups]
-    zeros: np.ndarray[Any, Any]  # [out, groups]
+    codes: np.ndarray[Any, Any]  # Shape: [out, in].
+    scales: torch.Tensor  # Shape: [out, groups].
+    zeros: np.ndarray[Any, Any]  # Shape: [out, groups].
 
     def numbers(self) -> torch.Tensor:
         group = self.codes.shape[1] // self.zeros.shape[1]
@@ -51,7 +52,7 @@ def rounded(numbers: torch.Tensor, group: int, *, symmetric: bool) -> Rounded:
 
 
 def packed_words(codes: np.ndarray[Any, Any], axis: int, order: tuple[int, ...]) -> torch.Tensor:
-    """Eight codes along an axis in each int32: code order[i] of eight in bits 4 i to 4 i + 3."""
+    """Pack eight codes along an axis into each int32. Code order[i] has bits 4 i to 4 i + 3."""
     moved = np.moveaxis(codes, axis, -1)
     words = np.zeros((*moved.shape[:-1], moved.shape[-1] // 8), dtype=np.uint32)
     for i, place in enumerate(order):

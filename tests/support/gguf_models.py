@@ -16,7 +16,7 @@ Kind = gguf.GGMLQuantizationType
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-# The byte offsets of the float16 factors in a super-block of 256 numbers. The `gguf` package does
+# The byte offsets of the float16 scales in a super-block of 256 numbers. The `gguf` package does
 # not write these types.
 _SUPER_BLOCKS = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 
@@ -29,7 +29,7 @@ def random_super_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np
     rng, (_, size) = np.random.default_rng(seed), gguf.GGML_QUANT_SIZES[kind]
     blocks = rng.integers(256, size=(shape[0] * shape[1] // 256, size), dtype=np.uint8)
     for place in _SUPER_BLOCKS[kind]:
-        # These factors give the numbers of Q4_K a mean of about 0: the mean of scale times code is
+        # These scales give the numbers of Q4_K a mean of about 0: the mean of scale times code is
         # about the mean offset.
         factors = rng.uniform(0.5, 1.5, len(blocks)) * (0.0005 if place == 0 else 0.004)
         if kind is Kind.Q6_K:

@@ -19,7 +19,7 @@ class Greedy:
         ).eval()
 
     def check(self, prompts: Sequence[list[int]], outputs: Sequence[list[int]]) -> None:
-        """Assert that each token of each output has the largest logit at its place."""
+        """Check that each token of each output has the largest logit at its position."""
         for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             tokens = torch.tensor([[*prompt, *output]])
             with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""ServeCore on virtual time over an engine that answers each call when the test says so."""
+"""ServeCore in virtual time, with an engine that answers each call when the test decides."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ BROKEN = ModelNumerics("it broke")
 
 @dataclass(eq=False)
 class Held:
-    """A call that the engine has and has not answered. Its prompt begins with `name: `."""
+    """A call that the engine has not answered yet. Its prompt starts with `name: `."""
 
     name: str
     request: GenerateRequest
@@ -42,7 +42,7 @@ class Held:
 
 @dataclass
 class HeldEngine(FakeEngine):
-    """`aborted_names` are those of calls that ServeCore has stopped."""
+    """`aborted_names` has the names of calls that ServeCore has aborted."""
 
     held: list[Held] = field(default_factory=list)
     aborted_names: list[str] = field(default_factory=list)
@@ -64,15 +64,16 @@ class HeldEngine(FakeEngine):
             self.held.remove(held)
 
     def stream(self, call: Held, text: str) -> None:
-        """Generate some more of an output."""
-        assert call.on_chunk is not None, "the output is not read as it comes"
-        assert self.tokenizer_response is None, "its tokens would be streamed too"
+        """Stream more text of an output."""
+        assert call.on_chunk is not None, "the output has no streaming reader"
+        assert self.tokenizer_response is None, "the engine must work without tokens"
         self.contexts[call.request.context_id].extend(text)
         call.streamed += text
         call.on_chunk(StreamChunk(ids=[], text=text))
 
     def answer(self, call: Held, text: str, *, with_ids: bool = True) -> None:
-        """End the output, which is `text`. Not `with_ids`: its tokens stay unknown."""
+        """Finish the call with the output `text`. Without `with_ids`, the answer has no token
+        ids."""
         ids = self._encode(text)
         if self.tokenizer_response is not None:
             ids += self.tokenizer_response.special_ids.eos[:1]
@@ -103,7 +104,7 @@ def held_engine(
 
 
 class HeldWorld:
-    """A core with one engine, a session in it, and shorthands for its requests."""
+    """A core with one engine and a session, with short forms of its requests."""
 
     def __init__(self, core: ServeCore, engine: HeldEngine, clock: ManualClock) -> None:
         self.core = core
@@ -120,7 +121,8 @@ class HeldWorld:
         sandbox: Sandbox | None = None,
         **config: Any,
     ) -> Self:
-        """`tasks_capacity`: calls that the engine takes at once; 0: no engine has joined."""
+        """`tasks_capacity` is the number of calls that the engine accepts at once. With 0, no
+        engine has registered."""
         clock, engine = ManualClock(start=1000), held_engine(max(1, tasks_capacity))
         defaults = {"session_life_span": 60.0, "engine_heartbeat_timeout": 1e9}
         settings = CoreConfig(**(defaults | config))
@@ -133,7 +135,7 @@ class HeldWorld:
         return world
 
     def enter(self, api_key: str | None = None) -> None:
-        """Go on in a new session."""
+        """Create a new session and use it from now on."""
         session = self.core.create_session(SessionCreateRequest(api_key=api_key))
         self.scope = session.model_dump()
 
@@ -145,7 +147,7 @@ class HeldWorld:
         await self.core.close()
 
     def call(self, output: str, *inputs: str, **fields: Any) -> str:
-        """Submit a call that takes these variables; returns its output's id."""
+        """Submit a call with these input variables. Returns the id of its output."""
         parameters = [taken(f"i{n}", var_id) for n, var_id in enumerate(inputs)]
         given = "".join(f"{{{{{parameter['name']}}}}}" for parameter in parameters)
         template = f"{output}: {given}{{{{{output}}}}}"
@@ -168,11 +170,11 @@ class HeldWorld:
     async def settle(self) -> None:
         await self.clock.advance(0)
 
-    # What the engine does
+    # Actions of the engine
 
     @property
     def running(self) -> list[str]:
-        """The names of the calls that the engine has, in the order in which they came."""
+        """The names of the engine's unanswered calls, in order of arrival."""
         return [held.name for held in self.engine.held]
 
     async def finish(self, name: str, text: str | None = None) -> None:
@@ -187,5 +189,5 @@ class HeldWorld:
         await self.settle()
 
     def stream(self, name: str, text: str) -> None:
-        """Generate some more of an output."""
+        """Stream more text of an output."""
         self.engine.stream(self.engine.find(name), text)

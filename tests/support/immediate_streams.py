@@ -1,5 +1,5 @@
-"""CUDA's streams on the CPU, where what is put into one is done at once; only the waits between
-them are noted."""
+"""CUDA's streams on the CPU. Work is done at once, and each stream records the streams that it has
+waited for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """All is done at once."""
+        """All work is already done."""
 
     def elapsed_time(self, end: "Event") -> float:
         return 2.0
@@ -35,7 +35,7 @@ class Stream:
         self.awaited.append(event.stream)
 
     def synchronize(self) -> None:
-        """All is done at once."""
+        """All work is already done."""
 
 
 @contextmanager
@@ -47,7 +47,7 @@ def on(stream: Stream) -> Iterator[None]:
 
 @contextmanager
 def immediate_streams() -> Iterator[Stream]:
-    """The stream of the steps."""
+    """Replace CUDA's streams and events. Yields the stream of the steps."""
     Stream.current = stream = Stream()
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in {"Event": Event, "Stream": Stream, "stream": on}.items():

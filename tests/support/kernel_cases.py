@@ -1,7 +1,7 @@
-"""Random steps over context trees, and the float64 answer worked out from logical tokens.
+"""Random steps over trees of contexts, with expected outputs in float64.
 
-Shared by the interpreter tests on the CPU and the device tests. The reference never looks at
-pages, plans or tiles: it keeps each request's keys and values as plain sequences."""
+The tests in the interpreter and those on the device share these cases. The reference does not use
+pages, plans or tiles: it has each request's keys and values as one sequence."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,8 @@ SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_
 
 @dataclass(frozen=True)
 class Request:
-    """Nested prefixes by name and length in tokens, then `own` tokens before this step's `new`."""
+    """Nested prefixes as (name, number of tokens), then `own` tokens before the `new` tokens of
+    this step."""
 
     path: tuple[tuple[str, int], ...]
     own: int
@@ -33,8 +34,8 @@ class Request:
 
 @dataclass
 class Case:
-    """Tensors of one step, KV pool included, with the expected output. `k_new` and
-    `v_new` [tokens, kv_heads, head_dim]: what this step adds to the pool."""
+    """The tensors of a step, with its KV pool and the expected output. The step adds `k_new` and
+    `v_new` [tokens, kv_heads, head_dim] to the pool."""
 
     step: StepRows
     q: torch.Tensor
@@ -70,12 +71,12 @@ def make_case(
     quantised: bool = False,
     rule: ScoreRule | None = None,
 ) -> Case:
-    """Lay the requests out in randomly placed pages; everything unused in the pool is NaN. What is
-    drawn is the same on every device; the answer is worked out on the one that is named.
+    """Place the requests in random pages. All unused slots of the pool are NaN. The inputs are the
+    same on each device, and the expected output is computed on `device`.
 
     A prefix's unaligned tail is copied into each request's own pages, as the engine does.
-    `key_scale` stretches the scores. `quantised`: so are the caches, and the expected output is
-    that of what they hold."""
+    `key_scale` multiplies the keys, and so the scores. With `quantised`, the caches have quantised
+    KV, and the expected output is computed from the dequantised numbers."""
     generator = torch.Generator().manual_seed(seed)
     sequences = [
         (k.to(device), v.to(device))
@@ -116,9 +117,9 @@ def make_case(
 
 
 def poison_outside_of_windows(case: Case, shape: AttentionShape) -> int:
-    """Write NaN to all pages that no window of the step reaches; return how many there are.
+    """Write NaN to all pages outside the windows of the step. Returns their number.
 
-    In a pool of window slots, other contexts may have written to them."""
+    In a pool of window slots, other contexts may have written to these pages."""
     assert case.rule.window is not None
     size, seen = shape.page_size, set()
     tables, starts, counts = case.step.tables, case.step.starts, case.step.q_lens
@@ -138,7 +139,8 @@ def _sequences(
     dtype: torch.dtype,
     key_scale: float,
 ) -> list[Sequence]:
-    """Each request's keys and values [tokens, kv_heads, head_dim], prefixes equal by name."""
+    """Each request's keys and values [tokens, kv_heads, head_dim]. Prefixes with the same name are
+    equal."""
 
     def draw(length: int) -> Sequence:
         size = (length, shape.num_kv_heads, shape.head_dim)
@@ -160,7 +162,7 @@ def _sequences(
 
 
 def _page_keys(index: int, request: Request, page: int) -> list[PageKey]:
-    """Identity of each page of a request: the prefix that fills it, or the request itself."""
+    """The key of each page of a request: the prefix that fills the page, or the request itself."""
     keys: list[PageKey] = []
     for depth in range(1, len(request.path) + 1):
         name = request.path[:depth]
@@ -176,7 +178,8 @@ def _lay_out(
     shape: AttentionShape,
     generator: torch.Generator,
 ) -> tuple[IntArray, torch.Tensor, torch.Tensor]:
-    """Block tables and the two caches. Past a row's pages its table names a page of others."""
+    """Block tables and the two caches. After a row's last page, its table has the id of another
+    page."""
     page = shape.page_size
     names = list(dict.fromkeys(key for keys in page_keys for key in keys))
     num_pages = len(names) + 3
@@ -213,7 +216,7 @@ def _reference(q: torch.Tensor, kv: Sequence, start: int, rule: ScoreRule) -> to
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative error of norms; NaN anywhere gives NaN, which passes no comparison."""
+    """The relative error of norms. A NaN anywhere gives NaN, which fails each comparison."""
     difference = actual.double().cpu() - expected
     return float(difference.norm() / expected.norm())
 

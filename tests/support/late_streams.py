@@ -1,5 +1,5 @@
-"""CUDA's streams on the CPU, where what is put into one happens later: in the stream's order, and
-otherwise in any that its events allow."""
+"""CUDA's streams on the CPU, whose work is done later. Each stream keeps its order. Otherwise the
+order is random, within the limits that events set."""
 
 import random
 from collections import deque
@@ -15,7 +15,7 @@ from parrot.engine.runner.host import cuda
 
 
 class Place:
-    """A place in a stream."""
+    """A position in a stream."""
 
     is_passed = False
 
@@ -24,16 +24,17 @@ class Place:
 
 
 class LateStream:
-    """`torch.cuda.Stream`. `current`: that of all threads. `everyone`: those with work."""
+    """Replaces `torch.cuda.Stream`. `current` is the current stream of all threads, and `everyone`
+    has all streams."""
 
     current: "LateStream"
     rng: random.Random
-    everyone: "list[LateStream]"
+    streams: "list[LateStream]"
 
     def __init__(self, device: object = None) -> None:
         self._work: deque[tuple[Place | None, Callable[[], object]]] = deque()
         self._pace = 1.0
-        self.everyone.append(self)
+        self.streams.append(self)
 
     def put(self, work: Callable[[], object], behind: Place | None = None) -> None:
         self._work.append((behind, work))
@@ -42,33 +43,34 @@ class LateStream:
         self.put(lambda: None, event.place)
 
     @property
-    def can_go_on(self) -> bool:
+    def can_run(self) -> bool:
         if not self._work:
             return False
         behind, _ = self._work[0]
         return behind is None or behind.is_passed
 
-    def go_on(self) -> None:
+    def run_next(self) -> None:
         _, work = self._work.popleft()
         work()
 
     @classmethod
-    def any_goes_on(cls) -> bool:
-        """Let one do what comes next in it. False: none has anything to do, or can."""
-        able = [stream for stream in cls.everyone if stream.can_go_on]
+    def run_any(cls) -> bool:
+        """Do the next work of a random stream. Returns False if no stream has work that can be
+        done."""
+        able = [stream for stream in cls.streams if stream.can_run]
         if able:
-            cls.rng.choices(able, [stream._pace for stream in able])[0].go_on()
+            cls.rng.choices(able, [stream._pace for stream in able])[0].run_next()
         return bool(able)
 
     @classmethod
     def change_paces(cls) -> None:
-        """Let some go on far more slowly than others."""
-        for stream in cls.everyone:
+        """Make some streams 100 times slower than the others."""
+        for stream in cls.streams:
             stream._pace = cls.rng.choice((0.01, 1.0))
 
     @classmethod
-    def all_are_done(cls) -> bool:
-        return not any(stream._work for stream in cls.everyone)
+    def all_done(cls) -> bool:
+        return not any(stream._work for stream in cls.streams)
 
 
 class LateEvent:
@@ -84,7 +86,7 @@ class LateEvent:
 
     def synchronize(self) -> None:
         while not self.query():
-            assert LateStream.any_goes_on(), "streams wait for each other"
+            assert LateStream.run_any(), "deadlock: streams wait for each other"
 
     def elapsed_time(self, end: "LateEvent") -> float:
         return 1.0
@@ -98,7 +100,7 @@ def on(stream: LateStream) -> Iterator[None]:
 
 
 class LateCopies(TorchFunctionMode):
-    """Lets copies that the caller does not wait for happen in the current stream."""
+    """Does copies with `non_blocking` later, in the current stream."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -121,8 +123,8 @@ def _scatter(pieces: torch.Tensor, blocks: torch.Tensor, pool: torch.Tensor) -> 
 
 @contextmanager
 def late_streams(seed: int) -> Iterator[None]:
-    """`CudaCopies` copies late, between tensors of the CPU."""
-    LateStream.rng, LateStream.everyone = random.Random(seed), []
+    """Let `CudaCopies` copy between CPU tensors in late streams."""
+    LateStream.rng, LateStream.streams = random.Random(seed), []
     LateStream.current = LateStream()
     with pytest.MonkeyPatch.context() as patch, LateCopies():
         for name, late in {"Event": LateEvent, "Stream": LateStream, "stream": on}.items():

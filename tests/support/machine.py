@@ -1,4 +1,4 @@
-"""A program's connection to the real ServeCore, with a fake engine behind it."""
+"""The connection of a program to a real ServeCore with a fake engine."""
 
 import asyncio
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from tests.support.fake_engine import FakeEngine, register
 
 @contextmanager
 def machine_with(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
-    """ServeCore runs in a thread, and its integrity is checked at the end."""
+    """Yields the connection. ServeCore runs in a thread, and its integrity is checked at the
+    end."""
     config, clock = CoreConfig(), MonotonicClock()
     core = ServeCore(config, clock=clock, dispatcher=Dispatcher(config, clock, lambda _: engine))
     with running_in_thread(create_app(core)) as url:

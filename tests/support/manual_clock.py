@@ -24,7 +24,7 @@ class ManualClock:
             self._sleepers.discard(wake)
 
     def pass_time(self, seconds: float) -> None:
-        """Move time on where nobody sleeps."""
+        """Move the time without waking sleepers."""
         assert not self._sleepers
         self._now += seconds
 
@@ -41,7 +41,7 @@ class ManualClock:
         self._now = end
 
     async def stand_still(self, seconds: float) -> None:
-        """Move time on as for a process that was stopped: sleepers wake up late."""
+        """Move the time as for a process that was suspended: all sleepers wake up late."""
         self._now += seconds
         for wake in list(self._sleepers.pop_until(self._now)):
             if not wake.done():
@@ -49,6 +49,6 @@ class ManualClock:
         await self._settle()
 
     async def _settle(self) -> None:
-        """Let every task that can run do so before time moves."""
+        """Run all tasks that are ready before the time moves."""
         for _ in range(20):
             await asyncio.sleep(0)

@@ -14,13 +14,15 @@ from parrot.engine.kernels.ranks.exchanges import Exchanges
 from parrot.engine.kernels.ranks.memory import MemoryLayout, SymmetricMemory
 from tests.support import quick_interpreter
 
-FEW_ROWS = 6  # which are sent as messages, in place of 64: the interpreter takes 10 ms for a row
+# Fewer rows than the real 64 are sent as messages, because a row takes 10 ms in the interpreter.
+FEW_ROWS = 6
 _PAUSE_S = 0.002
 
 
 @contextmanager
 def for_the_interpreter() -> Iterator[None]:
-    """Fewer rows make a message, and who waits for another rank leaves the few cores to it."""
+    """Send at most FEW_ROWS rows as messages, and sleep in kernels that wait, because other ranks
+    need the few cores."""
     end_if_asked = kernels._end_if_aborted
 
     def pause(*args: Any) -> None:
@@ -36,8 +38,8 @@ def for_the_interpreter() -> Iterator[None]:
 
 
 def mapped_exchanges(folder: Path, rank: int, layout: MemoryLayout, turn: int = 0) -> Exchanges:
-    """A file for each rank, in a folder that all ranks use; a new one is all zeros. `turn`: as if
-    there had been so many."""
+    """The exchanges of a rank, with a memory file for each rank in `folder`, which all ranks share.
+    A new file is all zeros. `turn` is the number of previous turns."""
     parts = [
         torch.from_file(
             str(folder / f"memory-{other}"), shared=True, size=layout.num_bytes, dtype=torch.uint8
@@ -51,7 +53,7 @@ def mapped_exchanges(folder: Path, rank: int, layout: MemoryLayout, turn: int = 
 
 
 def lonely_exchanges(layout: MemoryLayout, device: torch.device) -> Exchanges:
-    """Those of rank 0, whose messages to others go nowhere, and whom nobody answers."""
+    """The exchanges of rank 0 without a peer: its messages are lost, and nothing answers it."""
     parts = torch.zeros((layout.size, layout.num_bytes), dtype=torch.uint8, device=device)
     begins = [part.data_ptr() for part in parts]
     return Exchanges(SymmetricMemory.of(0, layout, parts[0], begins, keeps=parts))

@@ -8,7 +8,7 @@ from parrot.engine.grammar.constraint import Constraint, fill_masks
 
 
 def allowed_together(constraints: Sequence[Constraint]) -> list[list[int]]:
-    """The tokens that may come next, for each of the constraints, which are masked."""
+    """The allowed next tokens of each constraint. All constraints must be masked."""
     num_words = constraints[0].vocabulary.num_words
     words = np.zeros((len(constraints), num_words), dtype=np.int32)
     fill_masks(constraints, words)
@@ -17,7 +17,7 @@ def allowed_together(constraints: Sequence[Constraint]) -> list[list[int]]:
 
 
 def allowed(constraint: Constraint, place: int, before: int | None = None) -> list[int] | None:
-    """The tokens that may stand at a place of the output; None if it has ended."""
+    """The allowed tokens at a position of the output, or None if the output has ended."""
     if not constraint.is_masked(place, before):
         return None
     (tokens,) = allowed_together([constraint])

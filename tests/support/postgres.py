@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own, as Debian installs it."""
+"""A PostgreSQL server for the tests, as Debian installs it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ __all__ = ["PASSWORD", "Server", "running_server"]
 
 @contextmanager
 def running_server(log_folder: Path | None = None) -> Iterator[Server]:
-    """Skips the test where there is none. `log_folder`: see `Server`."""
+    """Start a server. Skips the test if PostgreSQL is not installed. `log_folder`: see `Server`."""
     try:
         running = running_database(log_folder)
         server = running.__enter__()

@@ -1,21 +1,22 @@
-"""The memory of a server that keeps what it computed last."""
+"""The prefix cache of a simulated server."""
 
 from bisect import bisect
 from itertools import pairwise
 
-_SIMILAR = 0.1  # of a prompt, that must be in a slot already for it to go there
+_SIMILAR = 0.1  # The part of a prompt that must be in a slot for the prompt to use that slot.
 
 
 def num_common(first: str, second: str) -> int:
-    """The length of what both begin with."""
+    """The length of the common prefix."""
     sizes = range(min(len(first), len(second)))
     return bisect(sizes, False, key=lambda size: first[: size + 1] != second[: size + 1])
 
 
 class PrefixCache:
-    """Prompts with their answers, the one used last at the end; what they begin with in common is
-    kept once. Sizes are in characters; None: no bound. With `max_prompts`, a prompt takes the place
-    of the one that begins as it does, as in a server with so many slots."""
+    """Prompts with their answers, in order of use. Common prefixes count once.
+
+    `max_chars` limits the size; None means no limit. With `max_prompts`, as in a server with that
+    number of slots, a prompt replaces the most similar one."""
 
     def __init__(self, max_chars: int | None = None, max_prompts: int | None = None) -> None:
         self.max_chars = max_chars
@@ -25,14 +26,14 @@ class PrefixCache:
         self._kept: list[str] = []
 
     def find(self, prompt: str) -> int:
-        """How many characters of the prompt are there."""
+        """The number of cached characters of the prompt."""
         found = max((num_common(prompt, text) for text in self._kept), default=0)
         self.num_hit += found
         self.num_asked += len(prompt)
         return found
 
     def keep(self, text: str) -> None:
-        """A prompt and its answer are computed."""
+        """Add a prompt with its answer."""
         self._kept = [kept for kept in self._kept if not text.startswith(kept)]
         if self.max_prompts is not None and self._kept:
             nearest = max(self._kept, key=lambda kept: num_common(kept, text))

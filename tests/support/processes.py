@@ -1,4 +1,4 @@
-"""Facts of processes, as Linux tells them in /proc."""
+"""Facts about processes, from /proc."""
 
 import os
 from contextlib import suppress
@@ -16,7 +16,7 @@ needs_proc = pytest.mark.skipif(
 def children(pid: int) -> list[int]:
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").iterdir():
-        with suppress(FileNotFoundError):  # a thread that has ended since
+        with suppress(FileNotFoundError):  # The thread may have ended since.
             found += [int(child) for child in (task / "children").read_text().split()]
     return found
 
@@ -29,7 +29,7 @@ def is_running(pid: int) -> bool:
 
 
 def own_addresses(pid: int) -> set[str]:
-    """The own addresses of a process's TCP sockets, as the kernel writes them."""
+    """The local addresses of a process's TCP sockets, in the kernel's notation."""
     own = {os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()}
     found: set[str] = set()
     for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):

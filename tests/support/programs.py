@@ -9,8 +9,8 @@ _FOLDERS = "/usr/local/sbin:/usr/sbin"  # Of servers. The PATH of a user may not
 
 
 def program(package: str, *names: str) -> str:
-    """The path of the first of these programs that is installed. Skips the test if none is.
-    `package`: the package of Debian with the program."""
+    """The path of the first installed program among `names`. Skips the test if none is installed.
+    `package` is the Debian package of the program."""
     path = f"{os.environ.get('PATH', '')}:{_FOLDERS}"
     for name in names:
         if (found := shutil.which(name, path=path)) is not None:
@@ -19,7 +19,7 @@ def program(package: str, *names: str) -> str:
 
 
 def chromium() -> str:
-    """The path of a Chromium. Skips the test if none is installed. The shell without windows is
-    preferred, because it needs half of the CPU time."""
+    """The path of a Chromium. Skips the test if none is installed. The headless shell is preferred,
+    because it needs half of the CPU time."""
     names = ("chromium-headless-shell", "chromium", "google-chrome")
     return program("chromium-headless-shell", *names)

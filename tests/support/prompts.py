@@ -1,4 +1,4 @@
-"""Prompts and their prefix keys, made the plain way."""
+"""Prompts and their prefix keys, computed without caches."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from parrot.serve.prompts.segments import (
 
 
 def prompt_segments(completion: Completion) -> list[Segment]:
-    """A segment for each piece of the whole prompt."""
+    """The segments of the whole prompt, one for each piece."""
     before: list[Segment] = []
     if (previous := completion.previous) is not None:
         output = previous.output
@@ -25,6 +25,6 @@ def prompt_segments(completion: Completion) -> list[Segment]:
 def prefix_keys(
     hasher: PrefixHasher, scope: str, chat: bool, segments: Iterable[Segment]
 ) -> tuple[bytes, ...]:
-    """One key per segment: of the prompt that ends with it."""
+    """One key for each segment: the key of the prompt that ends with this segment."""
     key = hasher.root(scope, chat)
     return tuple([key := extend_key(key, segment) for segment in segments])

@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def _install_quick_calls() -> None:
-    builtins: dict[Any, list[tuple[str, Any]]] = {}  # by module or class, as they were at first
+    builtins: dict[Any, list[tuple[str, Any]]] = {}  # The original members, by module or class.
     patch_language = interpreter._patch_lang
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
@@ -53,7 +53,8 @@ def _install_quick_calls() -> None:
     @cache
     def patch_once(function: Any) -> Any:
         scope = patch_language(function)
-        scope._changes.clear()  # All that a process with the interpreter runs is interpreted.
+        # Everything in a process with the interpreter is interpreted, so changes need no undo.
+        scope._changes.clear()
         return scope
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -145,7 +146,7 @@ def _install_quick_types() -> None:
 def _install_quick_values() -> None:
     """Check arrays by the size of their elements, and share the mask of loads without a mask."""
     handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
-    sizes: dict[str, int] = {}  # of the largest element that a type can hold, in bytes
+    sizes: dict[str, int] = {}  # The largest element of each type, in bytes.
     whole: dict[tuple[int, ...], Any] = {}
 
     def largest(kind: Any) -> int:

@@ -1,9 +1,9 @@
-"""Operators, loads and stores of Triton's interpreter without its layers.
+"""Faster operators, loads and stores for Triton's interpreter.
 
-A sum in a kernel passes eight functions of Triton, which find the same types each time. Here the
-types of the operands give the operation of NumPy and the type of the result. The first operation of
-each kind takes the long way too, and the short way is used only if it gives the same bytes.
-Operations on numbers that NumPy does not have always take the long way."""
+A sum in a kernel passes through eight functions of Triton, which derive the same types each time.
+Here, the types of the operands select the NumPy operation and the type of the result. The first
+operation of each kind also runs Triton's code. The fast path is used only if it gives the same
+bytes. Operations on types that NumPy does not have always run Triton's code."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ _OPERATIONS = {
     "ne": np.not_equal,
 }
 _BITWISE = np.bitwise_and, np.bitwise_or
-# NumPy computes with these as a GPU does. It has no bfloat16 and no e4m3.
+# NumPy computes with these types like a GPU. It has no bfloat16 and no e4m3.
 _PLAIN = frozenset(map(np.dtype, ("i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8")))
 _PLAIN_NAMES = frozenset(
     [*(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)), "fp32", "fp64"]
@@ -39,7 +39,7 @@ _SHORT, _LONG = True, False
 
 
 def quick_members(package: Any) -> dict[str, Callable[[Any], Any]]:
-    """What makes the quick form of a member of `core.tensor` or of a language from its slow one."""
+    """For each member of `core.tensor` or of a language, the function that makes a fast version."""
     if package is core.tensor:
         operators = {
             f"__{name}__": (lambda slow, operation=operation: _operator(slow, operation))
@@ -52,7 +52,7 @@ def quick_members(package: Any) -> dict[str, Callable[[Any], Any]]:
 
 
 class _Result:
-    """The type of a result and what follows from it."""
+    """The type of a result, with values that depend on the type."""
 
     __slots__ = ("dtype", "kind", "numel", "shape", "type")
 
@@ -101,7 +101,8 @@ def _short_form(operation: Any, left: Any, right: Any, result: Any) -> tuple[Any
     constant = None
     common = interpreter._get_np_dtype(result.handle.dtype)
     if type(right) is not core.tensor:
-        if not isinstance(right, int | float) or right == 0:  # 0.0 equals -0.0.
+        # 0.0 == -0.0, so the bytes may differ.
+        if not isinstance(right, int | float) or right == 0:
             return None
         constant = np.array([right], np.int64 if left.dtype.is_ptr() else common)
     own = left.handle.data
@@ -183,7 +184,7 @@ def _quick_cast(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 def _quick_load(slow: Callable[..., Any]) -> Callable[..., Any]:
     known: dict[tuple[Any, ...], Any] = {}
-    numbers: dict[Any, Any] = {}  # what stands for elements that are not loaded
+    numbers: dict[Any, Any] = {}  # The values of masked elements.
 
     def filled(number: Any, shape: Any, dtype: Any) -> Any:
         key = number, shape, dtype

@@ -1,4 +1,4 @@
-"""Random JSON schemas, with most keywords that there are."""
+"""Random JSON schemas with most keywords of the standard."""
 
 import random
 from typing import Any
@@ -37,13 +37,13 @@ HARD: list[Json] = [
 
 
 class Schemas:
-    """Draws schemas, each of a bounded size."""
+    """Draws random schemas of bounded size."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
 
     def draw(self) -> Json:
-        """A schema of its own, with definitions that it may use."""
+        """A random schema with two definitions that it may use."""
         definitions = {name: self.schema(2, ()) for name in ("d1", "d2")}
         schema = self.schema(4, (*definitions,))
         if self.rng.random() < 0.2:
@@ -51,7 +51,7 @@ class Schemas:
         return {**schema, "$defs": {**schema.get("$defs", {}), **definitions}}
 
     def linked(self, value: Json) -> Json:
-        """A list of values, by recursion."""
+        """The schema of a linked list of values, by recursion."""
         rest = {"anyOf": [{"$ref": "#/$defs/l"}, {"const": None}]}
         link = {
             "type": "object",

@@ -1,4 +1,4 @@
-"""Random requests to an engine core, and what became of them."""
+"""Random requests to an engine core, with checks of their answers."""
 
 import random
 from array import array
@@ -26,8 +26,8 @@ PENALIZED = SamplingConfig.model_validate(
 
 
 class World:
-    """Contexts and what they hold, as far as it is known: a failed request leaves its own in the
-    dark."""
+    """Contexts and their known tokens. The tokens of a context are unknown after a failed
+    request."""
 
     def __init__(self, core: EngineCore, rng: random.Random, free_weight: float = 2.0) -> None:
         self._weights = [5, 20, free_weight, 0.5]
@@ -41,7 +41,7 @@ class World:
         self._next_id = 0
 
     def submit(self) -> None:
-        """Fill or generate, in a new context, mostly a fork."""
+        """Fill or generate in a new context, which is usually a fork."""
         rng = self.rng
         parent = rng.choice([*(c for c in self.texts if c not in self.running), -1])
         known = self.texts.get(parent, [])
@@ -60,7 +60,8 @@ class World:
             self.core.requests.abort(self.rng.choice([*self.running]))
 
     def free(self) -> None:
-        """Now and then while a request runs on it."""
+        """Free up to 4 contexts. In 1 of 5 cases, these may include contexts with a running
+        request."""
         if not self.texts:
             return
         chosen = self.rng.sample([*self.texts], min(len(self.texts), 4))
@@ -81,7 +82,8 @@ class World:
         self.settle()
 
     def run(self, num_operations: int) -> None:
-        """Until all requests have ended. The core is looked at now and then, and in the end."""
+        """Run operations, then wait for all requests. The core's integrity is checked every 16
+        operations and at the end."""
         while self.num_operations < num_operations:
             self.operate()
             if self.num_operations % 16 == 0:
@@ -114,7 +116,8 @@ class World:
         self.core.requests.free(range(self._next_id + 1))
 
     def check_answers(self, runner: StepRunner, num_answers: int) -> None:
-        """A greedy request, penalized or not, gets the tokens of an undisturbed runner."""
+        """Check that greedy requests, with or without penalties, have the tokens that `runner`
+        gives for each of them alone."""
         driver = Driver(runner)
         for kind, prompt, output in self.rng.sample(
             self.greedy_answers, min(num_answers, len(self.greedy_answers))

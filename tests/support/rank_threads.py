@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, which meet over loopback."""
+"""Ranks as threads of one process, connected over loopback."""
 
 import threading
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PATIENCE = timedelta(seconds=60)
 def on_ranks(
     size: int, work: Callable[[RankGroup], T], layout: MemoryLayout | None = None
 ) -> list[T]:
-    """What each rank's `work` returns. `layout`: see `RankGroup.connect`."""
+    """Run `work` on each rank. Returns the results. `layout`: see `RankGroup.connect`."""
     store = dist.HashStore()
     outcomes = [start_rank(store, rank, size, work, layout) for rank in range(size)]
     return [outcome.result(PATIENCE.total_seconds()) for outcome in outcomes]

@@ -1,4 +1,4 @@
-"""Requests for calls, as a program would send them."""
+"""Requests for calls, as programs send them."""
 
 from typing import Any
 
@@ -37,5 +37,5 @@ def native(name: str, *parameters: dict[str, Any], **fields: Any) -> NativeCallR
 
 
 def var_ids(response: CallResponse) -> dict[str, str]:
-    """By parameter name."""
+    """The ids of the call's variables, by parameter name."""
     return {info.parameter_name: info.var_id for info in response.param_info}

@@ -1,4 +1,4 @@
-"""Keeps the root logger as it is, for tests that start a server in their own process."""
+"""Restores the root logger, for tests that start a server in their own process."""
 
 import logging
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
-"""Random places for rotated q and k, and a comparison with the kernel that rotates a whole product.
+"""Random positions for rotated q and k, and a comparison with the kernel that rotates a whole
+product.
 
-Import it after Triton's interpreter was chosen."""
+Import this module after the choice of Triton's interpreter."""
 
 import torch
 
@@ -10,11 +11,13 @@ from parrot.engine.kernels.launch import KVView
 from parrot.engine.models.fused_weights import Where
 from tests.support.kernel_cases import relative_error
 
-_BLOCKS, _TABLES, _LENGTH = 12, 4, 40  # Blocks, sequences, and positions of a sequence.
+# Number of blocks, of sequences, and of positions in a sequence.
+_BLOCKS, _TABLES, _LENGTH = 12, 4, 40
 
 
 class Rotation:
-    """`where`: the places for the kernel under test. Each row is the next token of a sequence."""
+    """`where` has the arguments of the kernel under test. Each row is the next token of a
+    sequence."""
 
     def __init__(self, shape: AttentionShape, num_rows: int, generator: torch.Generator) -> None:
         positions = torch.randint(_LENGTH, (num_rows,), generator=generator).to(torch.int32)
@@ -27,7 +30,8 @@ class Rotation:
         self.where: Where = kv, table_rows, cos_sin, shape
 
     def check(self, q: torch.Tensor, qkv: torch.Tensor) -> None:
-        """Compare `q`, and what the kernel has stored, with those of a product [q | k | v]."""
+        """Rotate the product [q | k | v] with the reference kernel, and compare `q` and the stored
+        KV."""
         kv, table_rows, cos_sin, shape = self.where
         expected, _ = rope_and_store(qkv.float(), self._kv, table_rows, cos_sin, shape)
         assert relative_error(q, expected.double()) < 1e-5

@@ -1,4 +1,5 @@
-"""A miniature control half: gives contexts blocks and builds the plans of a runner's steps."""
+"""A small replacement of the engine core: assigns blocks to contexts and builds the plans of
+steps."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -21,8 +22,8 @@ GREEDY = ResolvedSampling(temperature=0)
 
 @dataclass
 class Context:
-    """`tokens`, of which the first `done` have their KV in `blocks` and the last `num_output` were
-    generated."""
+    """A context's `tokens`. The KV of the first `done` tokens is in `blocks`, and the last
+    `num_output` tokens were generated."""
 
     context_id: int
     tokens: list[int]
@@ -37,7 +38,7 @@ class Context:
 
 
 class Driver:
-    """Blocks come in random order, so that nothing works only because they are neighbours."""
+    """Assigns blocks in random order, so that no test depends on adjacent blocks."""
 
     def __init__(self, runner: StepRunner, seed: int = 0) -> None:
         self.runner = runner
@@ -61,7 +62,7 @@ class Driver:
         return child
 
     def release(self, context: Context) -> None:
-        """Forget the KV, not the tokens: what a preemption does. Blocks are not shared here."""
+        """Free the blocks and keep the tokens, like a preemption. The blocks must not be shared."""
         self._free += context.blocks
         context.blocks, context.done = [], 0
 
@@ -71,8 +72,8 @@ class Driver:
         sampling: ResolvedSampling = GREEDY,
         read: Mapping[int, PoolSpec | ScoreSpec] | None = None,
     ) -> StepResult:
-        """Compute the next `count` wanted tokens of each context; those with none left sample.
-        `read`: by context id, what is to be made of these tokens' hidden states."""
+        """Compute the next `count` tokens of each context. A context samples if no prompt token is
+        left. `read` tells, for each context id, how to read the hidden states of these tokens."""
         sequences, copies = [], []
         for context, count in work:
             end = context.done + count
@@ -100,7 +101,8 @@ class Driver:
         chunk: int | None = None,
         sampling: ResolvedSampling = GREEDY,
     ) -> list[list[int]]:
-        """All together; prompts are computed `chunk` tokens a step."""
+        """Generate `num_tokens` tokens for each context, in the same steps. Prompts are computed in
+        chunks of `chunk` tokens."""
         outputs: list[list[int]] = [[] for _ in contexts]
         while any(len(output) < num_tokens for output in outputs):
             work = [

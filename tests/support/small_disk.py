@@ -44,7 +44,7 @@ class SmallDisk:
 
 @contextmanager
 def small_disk(num_bytes: int, owner: str | None = None) -> Iterator[SmallDisk]:
-    """Skips the test where no file system can be mounted."""
+    """Yield a small file system. Skips the test if none can be mounted."""
     folder = Path(tempfile.mkdtemp(prefix="parrot-disk-"))
     try:
         done = subprocess.run([*_MOUNT, f"size={num_bytes}", "none", folder], capture_output=True)

@@ -1,4 +1,5 @@
-"""The process of a rank that stops, or is killed, before it does what `HALTS_AT` says."""
+"""A rank that stops or kills its own process before the activity `HALTS_AT`, by the signal
+`HALTS_BY`."""
 
 import os
 import signal

@@ -7,9 +7,9 @@ import tokenize
 
 
 def parsed(source: str) -> ast.Module:
-    """The tree of a source, made without a garbage collection. CPython before 3.11.8 counts the
-    depth of all trees that are being made in one place (gh-106905): a finalizer that parses, as
-    those do that print a traceback, or another thread, ends the outer parse in a `SystemError`."""
+    """The syntax tree of a source, parsed without garbage collection. CPython before 3.11.8 counts
+    the depth of all trees that are under construction in one counter (gh-106905). If a finalizer or
+    another thread also parses, the outer parse fails with `SystemError`."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -20,9 +20,9 @@ def parsed(source: str) -> ast.Module:
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
-    """All nodes as `ast.walk` gives them, without contexts of names. A third of its time."""
+    """The nodes of `ast.walk`, except the contexts of names. Takes a third of the time."""
     found = [tree]
-    for node in found:  # which grows
+    for node in found:  # The list grows.
         for name in node._fields:
             value = getattr(node, name, None)
             if isinstance(value, list):
@@ -33,9 +33,9 @@ def walk(tree: ast.AST) -> list[ast.AST]:
 
 
 def statements(tree: ast.AST) -> list[ast.AST]:
-    """The tree and all statements in it, with handlers and cases. A tenth of the nodes."""
+    """The tree and all its statements, handlers and cases. These are a tenth of the nodes."""
     found = [tree]
-    for node in found:  # which grows
+    for node in found:  # The list grows.
         for name in ("body", "orelse", "finalbody", "handlers", "cases"):
             found += getattr(node, name, ())
     return found

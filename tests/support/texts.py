@@ -1,10 +1,10 @@
-"""The texts that a variable has one after the other."""
+"""The text of a variable, in parts."""
 
 from parrot.serve.graph.nodes import SemanticVariable
 
 
 async def streamed(variable: SemanticVariable) -> list[str]:
-    """The variable's text in the parts that a reader gets. Raises the variable's error."""
+    """The parts of the text that a reader receives. Raises the error of the variable."""
     parts: list[str] = []
     while (part := await variable.text_after(sum(map(len, parts)))) is not None:
         parts.append(part)

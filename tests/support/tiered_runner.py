@@ -1,4 +1,4 @@
-"""Runners without a model that also have a host tier, as slow and unreliable as is allowed."""
+"""Runners without a model that have a host tier with late and failed transfers."""
 
 import random
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ GARBAGE = -1
 @dataclass(eq=False)
 class Flight:
     transfer: Transfer
-    num_looks: int  # until it lands
+    num_polls: int  # Polls until the transfer lands.
     succeeds: bool
-    content: list[list[int]] | None = None  # what it has read
+    content: list[list[int]] | None = None  # The contents that the transfer has read.
 
 
 class TieredRunner(CheckingRunner):
-    """What goes to the host is read in its place among the steps, as on a device. What comes back
-    is written in its place, or as late as it lands, after `min_looks` to `max_looks` looks. One of
-    `fail_every` fails, and leaves garbage."""
+    """Transfers to the host read their blocks at the right point between steps, as on a device.
+    Transfers from the host write at that point or when they land. A transfer lands after
+    `min_polls` to `max_polls` polls. One of `fail_every` transfers fails and leaves garbage."""
 
     def __init__(self, info: RunnerInfo, *args: Any, **faults: Any) -> None:
         super().__init__(info, *args, **faults)
@@ -39,15 +39,15 @@ class TieredRunner(CheckingRunner):
         self.flights: list[Flight] = []
         self.begun: list[Transfer] = []
         self.rng = random.Random(0)
-        self.min_looks = 0
-        self.max_looks = 0
+        self.min_polls = 0
+        self.max_polls = 0
         self.fail_every: int | None = None
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
-            looks = self.rng.randint(self.min_looks, max(self.min_looks, self.max_looks))
+            polls = self.rng.randint(self.min_polls, max(self.min_polls, self.max_polls))
             fails = self.fail_every is not None and self.rng.randrange(self.fail_every) == 0
-            flight = Flight(transfer, looks, not fails)
+            flight = Flight(transfer, polls, not fails)
             assert len(set(transfer.blocks)) == len(transfer.blocks) == len(transfer.slots)
             self.begun.append(transfer)
             self.flights.append(flight)
@@ -62,18 +62,18 @@ class TieredRunner(CheckingRunner):
             flight.content = [list(pool[block]) for block in flight.transfer.blocks]
 
     def _places(self, transfer: Transfer) -> tuple[list[list[int]], list[list[int]]]:
-        """The memory of the device and of the host."""
+        """The contents of blocks and of host slots."""
         if transfer.of_windows:
             return self._windows, self._host_windows
         return self._slots, self._host
 
     def landed(self, *, wait: bool) -> list[Landed]:
         for flight in self.flights:
-            flight.num_looks -= 1
-        if wait and self.flights and all(flight.num_looks >= 0 for flight in self.flights):
-            self.flights[0].num_looks = -1
-        over = [flight for flight in self.flights if flight.num_looks < 0]
-        self.flights = [flight for flight in self.flights if flight.num_looks >= 0]
+            flight.num_polls -= 1
+        if wait and self.flights and all(flight.num_polls >= 0 for flight in self.flights):
+            self.flights[0].num_polls = -1
+        over = [flight for flight in self.flights if flight.num_polls < 0]
+        self.flights = [flight for flight in self.flights if flight.num_polls >= 0]
         for flight in over:
             self._land(flight)
         return [Landed(f.transfer.transfer_id, f.succeeds, 1e-3) for f in over]
@@ -83,7 +83,7 @@ class TieredRunner(CheckingRunner):
         if not transfer.to_host:
             self._write(flight)
             return
-        assert flight.content is not None, f"{transfer} lands before the step before it has run"
+        assert flight.content is not None, f"{transfer} lands before the previous step has run"
         _, host = self._places(transfer)
         for slot, content in zip(transfer.slots, flight.content, strict=True):
             host[slot] = content if flight.succeeds else self._garbage()
@@ -99,50 +99,50 @@ class TieredRunner(CheckingRunner):
 
 
 class TieredLaunchingRunner(TieredRunner, LaunchingRunner):
-    """A transfer that begins behind a launched step reads what that step has left."""
+    """A transfer that is requested after a launched step reads the results of that step."""
 
     def __init__(self, *args: Any, **faults: Any) -> None:
         super().__init__(*args, **faults)
-        self._on_its_way: object = None  # the texts of the step launched last
-        self._behind: list[tuple[object, Flight]] = []
+        self._launched_texts: object = None  # The texts of the last launched step.
+        self._waiting: list[tuple[object, Flight]] = []
 
     def launch(self, plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
         if previous is None:
-            self._give_up()
+            self._start_waiting()
         launched = super().launch(plan, previous)
         if isinstance(launched, Launched):
-            self._on_its_way = launched.texts
+            self._launched_texts = launched.texts
         return launched
 
     def run(self, plan: StepPlan) -> StepResult:
-        self._give_up()
+        self._start_waiting()
         return super().run(plan)
 
-    def _give_up(self) -> None:
-        """Begin what waits for a launched step that was dropped."""
-        self._on_its_way = None
-        for _, flight in self._behind:
+    def _start_waiting(self) -> None:
+        """Start the transfers that wait for launched steps. These steps will not run."""
+        self._launched_texts = None
+        for _, flight in self._waiting:
             super().begin(flight)
-        self._behind.clear()
+        self._waiting.clear()
 
     def begin(self, flight: Flight) -> None:
-        if self._on_its_way is None:
+        if self._launched_texts is None:
             super().begin(flight)
         else:
-            self._behind.append((self._on_its_way, flight))
+            self._waiting.append((self._launched_texts, flight))
 
     def run_texts(self, plan: StepPlan, texts: Sequence[Sequence[int]]) -> StepResult:
         try:
             return super().run_texts(plan, texts)
         finally:
-            if texts is self._on_its_way:
-                self._on_its_way = None
-            for before, flight in self._behind:
+            if texts is self._launched_texts:
+                self._launched_texts = None
+            for before, flight in self._waiting:
                 if before is texts:
                     super().begin(flight)
-            self._behind = [pair for pair in self._behind if pair[0] is not texts]
+            self._waiting = [pair for pair in self._waiting if pair[0] is not texts]
 
     def _land(self, flight: Flight) -> None:
-        if flight.transfer.to_host:  # if the step before it was given up
+        if flight.transfer.to_host:  # The previous step may have been dropped.
             super().begin(flight)
         super()._land(flight)

@@ -1,4 +1,4 @@
-"""Model folders small enough to make in a test, with weights that give lively outputs."""
+"""Small model folders for tests, with weights that give varied outputs."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from parrot.engine.models.tensors import source_shapes, tensor_plans
 from tests.support.byte_tokenizer import plain_byte_tokenizer
 
 _WEIGHT_STD = 0.2
-_VOCAB_SIZE = 259  # one token per byte, then bos, eos and one that the tokenizer does not know
+_VOCAB_SIZE = 259  # One token per byte, BOS, EOS, and an id that the tokenizer does not have.
 BOS_ID, EOS_ID = 256, 257
 
 _COMMON: dict[str, Any] = {
@@ -253,6 +253,6 @@ def _random_tensors(config: Mapping[str, Any], seed: int) -> dict[str, torch.Ten
         for name, shape in sorted(shapes.items())
     }
     for name, tensor in tensors.items():
-        if tensor.dim() == 1 and name.endswith(".weight"):  # norms scale around one
+        if tensor.dim() == 1 and name.endswith(".weight"):  # The weights of norms are around 1.
             tensor.add_(1.0)
     return tensors

@@ -1,4 +1,4 @@
-"""A check of two running ServeCores from outside: they are shards of each other."""
+"""Checks over HTTP that two running ServeCores are shards of one service."""
 
 import json
 import urllib.request
@@ -9,9 +9,10 @@ from parrot.utils.shard import MAX_SHARDS
 
 
 def check_shards(ports: tuple[int, int], key: str) -> None:
-    """Each begins sessions of its own index, and hands on what asks for the other's."""
+    """Each ServeCore creates sessions with its own index, and forwards requests for sessions of the
+    other."""
     for index, (port, other) in enumerate((ports, ports[::-1])):
-        session = _begun_session(port, key)
+        session = _new_session(port, key)
         assert session["session_id"] % MAX_SHARDS == index
         path = f"/v1/session/{session['session_id']}"
         answer = ask("127.0.0.1", other, path, token=session["session_auth"])
@@ -19,7 +20,7 @@ def check_shards(ports: tuple[int, int], key: str) -> None:
         assert answer[0] == 200
 
 
-def _begun_session(port: int, key: str) -> dict[str, Any]:
+def _new_session(port: int, key: str) -> dict[str, Any]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/session",
         b"{}",

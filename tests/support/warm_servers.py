@@ -122,7 +122,7 @@ def be_next_server(listener: socket.socket) -> None:
     """Fork a server for each request, and return in the server. Exits when its owner has ended."""
     owner = socket.socket(fileno=os.dup(0))
     open_sockets = [owner, listener]
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nothing waits for the first children.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Ended first children need no wait.
     while True:
         asking = select.select(open_sockets, [], [])[0][0]
         if asking is listener:

@@ -163,7 +163,7 @@ TOLERANCES = [(torch.float32, 1e-5), (torch.bfloat16, 0.02)]
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES)
 @pytest.mark.parametrize("rows", [1, 5, 300])
 def test_masked_items(dtype: torch.dtype, tolerance: float, rows: int) -> None:
-    """The items are so long that 300 rows need several blocks."""
+    """Items with 2500 keys: 300 rows need several blocks."""
     q, k, v = some_qkv(4, rows, 2500, 16, dtype)
     mask = torch.zeros(4, 1, 2500, dtype=dtype)
     mask[::2, 0, 1:] = mask[1::2, 0, 2000:] = float("-inf")

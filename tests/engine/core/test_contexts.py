@@ -67,7 +67,7 @@ def test_a_fork_at_a_block_boundary_needs_no_copy(tree):
     assert grow(tree, fork(tree, parent, 2, 8), 3) == ()
 
 
-def test_the_last_holder_takes_the_block_over(tree):
+def test_the_last_holder_becomes_the_owner_of_the_block(tree):
     parent = tree.create(1)
     grow(tree, parent, 10)
     child = fork(tree, parent, 2, 9)

@@ -81,7 +81,7 @@ def test_states_that_are_computed_again_count_once(make: Any) -> None:
 
 
 @HARNESSES
-def test_an_abort_leaves_nothing(make: Any) -> None:
+def test_after_an_abort_no_kv_or_job_is_left(make: Any) -> None:
     harness = make(num_blocks=20, fill_chunk_size=3)
     answer = harness.embed("abcdefghij", "klmn")
     harness.step()
@@ -93,7 +93,7 @@ def test_an_abort_leaves_nothing(make: Any) -> None:
 
 
 @HARNESSES
-def test_a_reset_leaves_nothing(make: Any) -> None:
+def test_after_a_reset_no_kv_or_job_is_left(make: Any) -> None:
     harness = make(num_blocks=20, fill_chunk_size=3)
     answers = [harness.embed("abcdefghij", "klmn"), harness.fill(piece(1, "abcd"))]
     harness.step()

@@ -29,7 +29,7 @@ def test_fill_then_generate_on_one_context():
     assert fill.response.filled_len == 3
     assert answer.text == "def"
     assert engine.bytes_of(1) == b"abcdef"
-    assert engine.context(1).num_missing == 1  # the last token's KV is not needed yet
+    assert engine.context(1).num_missing == 1  # The KV of the last token is not needed yet.
 
 
 def test_a_whole_completion_is_one_prompt():
@@ -75,7 +75,7 @@ def test_siblings_wait_for_a_prefix_that_is_still_being_filled():
     assert [a.response.usage.computed_tokens for a in answers] == [10, 2, 2]
 
 
-def test_a_fork_of_all_means_all_at_its_time_of_arrival():
+def test_a_fork_without_a_length_has_the_tokens_at_its_arrival():
     engine = Harness()
     engine.fill(piece(1, "abc"))
     answer = engine.generate(piece(2, parent=1), length=1)
@@ -332,7 +332,7 @@ def test_an_empty_fill_ends_at_once():
     assert many.response.filled_len == 0
 
 
-def test_first_id_goes_before_the_first_token_only():
+def test_first_id_is_inserted_only_before_the_first_token():
     engine = Harness()
     bos = Piece(1, array("i", [97, 98]), first_id=257)
     engine.fill(bos)

@@ -39,7 +39,7 @@ def feed(out: Generation, data: bytes | list[int]):
 
 
 @given(st.text(max_size=60))
-def test_text_comes_back_whole_whatever_its_characters(text):
+def test_any_text_is_streamed_without_loss(text):
     detokenizer = Detokenizer(TOKENIZER)
     pieces = [detokenizer.push(byte) for byte in text.encode()]
     assert "".join(pieces).rstrip("\ufffd") == text.rstrip("\ufffd")
@@ -48,11 +48,11 @@ def test_text_comes_back_whole_whatever_its_characters(text):
 
 @given(st.lists(st.integers(0, 258), max_size=60))
 @settings(max_examples=300)
-def test_any_tokens_give_the_same_text_piecewise_and_at_once(ids):
+def test_any_tokens_give_the_same_text_in_chunks_and_at_once(ids):
     detokenizer = Detokenizer(TOKENIZER)
     text = "".join(detokenizer.push(token_id) for token_id in ids) + detokenizer.flush()
     assert text.rstrip("\ufffd") == decode(TOKENIZER, ids)
-    text.encode()  # never half a character
+    text.encode()  # No chunk may end inside a character.
 
 
 def language_with_a_token_that_ends_inside_a_character() -> tuple[Language, int]:

@@ -1,4 +1,4 @@
-"""The core launches steps ahead, and its answers equal those of sequential steps."""
+"""The core launches steps ahead, and its answers equal the answers of sequential steps."""
 
 import asyncio
 import inspect

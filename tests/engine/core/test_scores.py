@@ -81,7 +81,9 @@ def test_log_probabilities_that_are_not_finite_fail_the_request(make: Any) -> No
     harness.run()
     assert isinstance(answers[0].error, ModelNumerics)
     assert scores(answers[1]) == [expected("abc")]
-    assert all(isfinite(value) for value in scores(answers[2])[0].values), "nothing is behind it"
+    assert all(isfinite(value) for value in scores(answers[2])[0].values), (
+        "the last token has no target"
+    )
     assert not list(harness.core._tree)
 
 

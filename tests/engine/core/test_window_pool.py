@@ -37,7 +37,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.attach(blocks)
         reused = before - {*self.pool.blocks()}
         assert len(reused) == max(0, len(blocks) - num_blank)
-        # Passed slots go first. Then those of common prefixes compete with the others.
+        # Passed slots go first. Then slots of common prefixes compete with the others.
         num_passed = min(len(reused), len(self.passed))
         assert {*self.passed[:num_passed]} <= reused
         for is_common in (False, True):

@@ -1,4 +1,4 @@
-"""Contexts of models with windows: what is kept, reused and computed again."""
+"""Contexts of models with sliding windows: which windows are kept, reused and computed again."""
 
 import pytest
 

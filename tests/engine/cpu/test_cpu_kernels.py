@@ -1,4 +1,5 @@
-"""The compiled kernels of a CPU: against float64, and what a row's result may depend on."""
+"""The compiled CPU kernels against float64. The result for a row does not depend on the other rows
+of the step."""
 
 import errno
 import fcntl
@@ -37,19 +38,20 @@ def kernels() -> dict[torch.dtype, Kernels]:
 
 
 def make_pool(case: Case, page_size: int) -> torch.Tensor:
-    """Two layers, of which the first is of nobody. Where nothing is written yet there is zero."""
+    """A pool with two layers. The step uses the second layer. The first layer is NaN, and unwritten
+    slots in used pages are zero."""
     pool = torch.stack((case.k_cache, case.v_cache)).transpose(1, 2)
     used = ~pool.isnan().all(dim=-1).all(dim=-1, keepdim=True).unsqueeze(-1)
     pool = torch.where(used & pool.isnan(), 0.0, pool)
     pages = case.step.tables[case.step.requests, case.step.positions // page_size]
-    pool[:, :, pages, case.step.positions % page_size] = 0.0  # the step writes them
+    pool[:, :, pages, case.step.positions % page_size] = 0.0  # The step writes these slots.
     return torch.stack((torch.full_like(pool, float("nan")), pool))
 
 
 def run(
     case: Case, shape: AttentionShape, kernels: Kernels, *, pool: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[tokens, heads, head_dim], of heads that are not turned."""
+    """The output [tokens, heads, head_dim]. Heads are not rotated."""
     pool = make_pool(case, shape.page_size) if pool is None else pool
     frequencies = torch.zeros(shape.head_dim // 2)
     plain = PooledKV.plain(pool)
@@ -90,8 +92,8 @@ def test_random_contexts_match_the_reference(
     threads: int,
     seed: int,
 ) -> None:
-    """Contexts of all lengths in scattered pages, some shared; and each of them alone gives the
-    same bits."""
+    """Contexts of all lengths in scattered pages, with shared prefixes. Each context alone gives
+    the same bits."""
     kv_heads, group, dim = shape
     paths = [(), (PREFIX,), (PREFIX, LONGER)]
     whole = AttentionShape(kv_heads * group, kv_heads, dim, page_size)
@@ -128,7 +130,9 @@ def test_equal_and_extreme_scores(kernels: dict[torch.dtype, Kernels], scale: fl
     assert relative_error(run(case, shape, kernels[torch.float32]), case.expected) < 1e-5
 
 
-def test_what_is_not_finite_stays_in_its_context(kernels: dict[torch.dtype, Kernels]) -> None:
+def test_values_that_are_not_finite_affect_only_their_context(
+    kernels: dict[torch.dtype, Kernels],
+) -> None:
     shape = AttentionShape(2, 1, 32, 16)
     case = make_case([Request((), 9)] * 3, shape, dtype=torch.float32, seed=3)
     page = case.tables[1, 0]
@@ -139,8 +143,10 @@ def test_what_is_not_finite_stays_in_its_context(kernels: dict[torch.dtype, Kern
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_heads_are_turned_as_in_torch(kernels: dict[torch.dtype, Kernels], has_norms: bool) -> None:
-    """By the keys that are stored, and by queries that see one of two keys."""
+def test_heads_are_rotated_as_in_torch(
+    kernels: dict[torch.dtype, Kernels], has_norms: bool
+) -> None:
+    """Checks the stored keys, and queries that see one of two keys."""
     heads, kv_heads, dim, page_size, start = 4, 2, 64, 16, 1037
     generator = torch.Generator().manual_seed(1)
     qkv = torch.randn(3, heads + 2 * kv_heads, dim, generator=generator)
@@ -180,7 +186,7 @@ def test_heads_are_turned_as_in_torch(kernels: dict[torch.dtype, Kernels], has_n
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_norms_and_gates(kernels: dict[torch.dtype, Kernels], dtype: torch.dtype) -> None:
-    """Against torch in float32, with what is large, and not finite in one row."""
+    """The reference is torch in float32. One row has large numbers, and one row has a NaN."""
     rows, width = 5, 96
     generator = torch.Generator().manual_seed(2)
     x, residual = (torch.randn(rows, width, generator=generator).to(dtype) for _ in "xr")
@@ -203,7 +209,9 @@ def test_norms_and_gates(kernels: dict[torch.dtype, Kernels], dtype: torch.dtype
     torch.testing.assert_close(gated.float(), want, rtol=8e-3, atol=1e-6, equal_nan=True)
 
 
-def test_kept_code_is_read_only_if_it_is_whole_and_ours(tmp_path: Path) -> None:
+def test_cached_code_is_read_only_if_it_is_complete_and_only_its_owner_can_write(
+    tmp_path: Path,
+) -> None:
     path, code = tmp_path / "folder" / "kernels.o", b"machine code"
     assert native.kept(path) is None
     native.keep(path, code)
@@ -214,10 +222,11 @@ def test_kept_code_is_read_only_if_it_is_whole_and_ours(tmp_path: Path) -> None:
     path.chmod(0o600)
     path.write_bytes(hashlib.sha256(code).digest() + code[:-1])
     assert native.kept(path) is None
-    native.keep(tmp_path / "folder" / "kernels.o" / "no folder" / "x.o", code)  # says so only
+    # This only logs a warning.
+    native.keep(tmp_path / "folder" / "kernels.o" / "no folder" / "x.o", code)
 
 
-def test_they_are_compiled_where_the_folder_has_no_locks(
+def test_kernels_are_compiled_in_a_folder_without_file_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = pytest.importorskip("parrot.engine.cpu.build")
@@ -234,7 +243,7 @@ def test_they_are_compiled_where_the_folder_has_no_locks(
     ("status", "output", "message"),
     [(1, b"", "ImportError: no LLVM"), (0, b"hello\nmachine code", "something else wrote")],
 )
-def test_a_compiler_that_fails_is_told_to_who_waits(
+def test_the_error_of_the_compiler_is_raised_by_the_future(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, output: bytes, message: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -246,7 +255,9 @@ def test_a_compiler_that_fails_is_told_to_who_waits(
         future.result(timeout=60)
 
 
-def test_there_are_none_without_numba_or_for_other_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_are_no_kernels_without_numba_or_for_other_types(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert native.start_loading("float16") is None
     monkeypatch.setattr(native, "find_spec", lambda name: None)
     assert native.start_loading("float32") is None

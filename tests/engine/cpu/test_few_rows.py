@@ -1,4 +1,4 @@
-"""Steps of few rows in compiled kernels give what torch gives, for every family that fits."""
+"""Steps of few rows in compiled kernels give the results of torch, for every supported family."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -29,15 +29,15 @@ def kernels() -> Kernels:
 
 @pytest.fixture
 def num_few(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of each step that was computed in kernels."""
+    """The number of rows of each step that ran in compiled kernels."""
     found: list[int] = []
     forward = FewRowsDecoder.forward
 
-    def noting(self: FewRowsDecoder, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
+    def recording(self: FewRowsDecoder, token_ids: torch.Tensor, step: Any) -> torch.Tensor:
         found.append(len(token_ids))
         return forward(self, token_ids, step)
 
-    monkeypatch.setattr(FewRowsDecoder, "forward", noting)
+    monkeypatch.setattr(FewRowsDecoder, "forward", recording)
     return found
 
 
@@ -52,16 +52,18 @@ def ready(kernels: Kernels) -> "Future[Kernels]":
     return future
 
 
-def hidden_states(runner: ModelRunner, chunks: list[int]) -> tuple[list[list[int]], torch.Tensor]:
-    """What two contexts generate, and the state of the model's end in each of their steps."""
+def tokens_and_logits(
+    runner: ModelRunner, chunks: list[int]
+) -> tuple[list[list[int]], torch.Tensor]:
+    """The generated tokens, and the logits of each step."""
     states: list[torch.Tensor] = []
     logits = runner._model.logits
 
-    def noting(hidden: torch.Tensor) -> torch.Tensor:
+    def recording(hidden: torch.Tensor) -> torch.Tensor:
         states.append(logits(hidden))
         return states[-1]
 
-    runner._model.logits = noting  # type: ignore[method-assign]
+    runner._model.logits = recording  # type: ignore[method-assign]
     driver = Driver(runner)
     tokens = []
     for chunk in chunks:
@@ -89,11 +91,12 @@ def test_families(
     family: str,
     overrides: dict[str, Any],
 ) -> None:
-    """A prompt at once and in pieces, and decodes: the same tokens, and close logits."""
+    """Prompts at once and in chunks, and decodes. Tokens are equal to torch's, and logits are
+    close."""
     model = tiny(tmp_path, family, **overrides)
-    want = hidden_states(ModelRunner(model, 64, 4), [64, 3])
+    want = tokens_and_logits(ModelRunner(model, 64, 4), [64, 3])
     assert num_few == []
-    got = hidden_states(
+    got = tokens_and_logits(
         ModelRunner(model, 64, 4, make_layers=partial(CompiledLayers, ready(kernels))), [64, 3]
     )
     assert {1, 2, 3, 30, 43} <= set(num_few)
@@ -101,10 +104,10 @@ def test_families(
     torch.testing.assert_close(got[1], want[1], rtol=1e-4, atol=2e-4)
 
 
-def test_kernels_are_used_from_when_they_are_there_on(
+def test_kernels_are_used_as_soon_as_they_are_compiled(
     tmp_path: Path, kernels: Kernels, num_few: list[int]
 ) -> None:
-    """And not for steps of many rows, nor after they could not be compiled."""
+    """They are not used for steps of many rows, or if they could not be compiled."""
     model = tiny(tmp_path, "llama")
     waiting: Future[Kernels] = Future()
     driver = Driver(ModelRunner(model, 64, 4, make_layers=partial(CompiledLayers, waiting)))
@@ -125,7 +128,7 @@ def test_kernels_are_used_from_when_they_are_there_on(
     assert num_few == [1] * 5
 
 
-def test_what_does_not_fit_runs_without(tmp_path: Path) -> None:
+def test_unsupported_models_run_without_compiled_kernels(tmp_path: Path) -> None:
     for family, overrides in (
         ("opt", {}),
         ("llama", {"head_dim": 16}),

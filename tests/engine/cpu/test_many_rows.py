@@ -1,5 +1,5 @@
-"""Prompts in compiled kernels between the products give what torch gives, for each family that
-fits."""
+"""Long prompts, with compiled kernels between the matrix products, give the logits of torch for
+each supported family."""
 
 from concurrent.futures import Future
 from functools import partial
@@ -31,11 +31,11 @@ def tiny(folder: Path, family: str, **overrides: Any) -> Decoder:
 
 
 def prompt_logits(model: Decoder, kernels: Kernels | None) -> torch.Tensor:
-    """At the ends of two prompts in one step, and of one that is computed in chunks."""
+    """Logits at the ends of two prompts in one step, and of a prompt in chunks."""
     found: list[torch.Tensor] = []
     logits = model.logits
 
-    def noting(hidden: torch.Tensor) -> torch.Tensor:
+    def recording(hidden: torch.Tensor) -> torch.Tensor:
         found.append(logits(hidden))
         return found[-1]
 
@@ -44,7 +44,7 @@ def prompt_logits(model: Decoder, kernels: Kernels | None) -> torch.Tensor:
         future: Future[Kernels] = Future()
         future.set_result(kernels)
         make_layers = partial(CompiledLayers, future)
-    model.logits = noting  # type: ignore[method-assign]
+    model.logits = recording  # type: ignore[method-assign]
     driver = Driver(ModelRunner(model, 128, 4, make_layers=make_layers))
     tokens = [n * n % 97 for n in range(MAX_ROWS + 40)]
     driver.generate([driver.context(tokens), driver.context(tokens[7:])], 1)
@@ -74,11 +74,11 @@ def test_families(
     sizes: list[int] = []
     forward = ManyRowsDecoder.forward
 
-    def noting(self: ManyRowsDecoder, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def recording(self: ManyRowsDecoder, token_ids: torch.Tensor, *rest: Any) -> torch.Tensor:
         sizes.append(len(token_ids))
         return forward(self, token_ids, *rest)
 
-    monkeypatch.setattr(ManyRowsDecoder, "forward", noting)
+    monkeypatch.setattr(ManyRowsDecoder, "forward", recording)
     model = tiny(tmp_path, family, **overrides)
     want = prompt_logits(model, None)
     assert sizes == []

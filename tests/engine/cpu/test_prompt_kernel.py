@@ -1,4 +1,4 @@
-"""The compiled attention of prompts: against float64, beside torch's, in any number of threads."""
+"""The compiled prompt attention against float64 and torch, with different numbers of threads."""
 
 from concurrent.futures import Future
 from dataclasses import replace
@@ -34,7 +34,7 @@ def kernels() -> Kernels:
 
 
 def expected(q: torch.Tensor, kv: torch.Tensor, num_keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float64: out [tokens, heads, head_dim], and log-sum-exps [tokens, heads]."""
+    """The reference in float64: out [tokens, heads, head_dim] and log-sum-exps [tokens, heads]."""
     num_tokens, heads, head_dim = q.shape
     keys, values = kv[:, :, :num_keys].double().repeat_interleave(heads // kv.shape[1], 1)
     scores = torch.einsum("thd,hkd->htk", q.double(), keys) * head_dim**-0.5
@@ -48,27 +48,27 @@ def expected(q: torch.Tensor, kv: torch.Tensor, num_keys: int) -> tuple[torch.Te
     heads=st.sampled_from([(1, 1, 64), (2, 3, 64), (3, 1, 128), (1, 7, 192)]),
     num_tokens=st.integers(6, 150),
     num_before=st.integers(0, 200),
-    num_behind=st.integers(0, 20),
+    num_after=st.integers(0, 20),
     size=st.sampled_from([1.0, 30.0]),
     threads=st.sampled_from([1, 2, 3]),
     seed=st.integers(0, 99),
 )
-def test_it_is_right(
+def test_prompt_attention_matches_the_reference(
     kernels: Kernels,
     heads: tuple[int, int, int],
     num_tokens: int,
     num_before: int,
-    num_behind: int,
+    num_after: int,
     size: float,
     threads: int,
     seed: int,
 ) -> None:
-    """Keys behind the last token may be anything; queries lie among other heads."""
+    """Keys after the last token are NaN, and the queries are a slice of a wider row."""
     kv_heads, group, head_dim = heads
     torch.manual_seed(seed)
     num_keys = num_before + num_tokens
     qkv = (size * torch.randn(num_tokens, kv_heads * (group + 2), head_dim)).bfloat16()
-    kv = torch.randn(2, kv_heads, num_keys + num_behind, head_dim).bfloat16()
+    kv = torch.randn(2, kv_heads, num_keys + num_after, head_dim).bfloat16()
     kv[:, :, num_keys:] = torch.nan
     q = qkv[:, : kv_heads * group]
     attention = PromptAttention(kernels)
@@ -85,21 +85,23 @@ def test_it_is_right(
     assert torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-4)
 
 
-def test_prompts_of_a_model_are_computed_with_it(
+def test_a_model_uses_the_kernel_for_its_prompts(
     tmp_path: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, in chunks, and behind a prefix that two contexts read together."""
+    """Prompts run at once, in chunks, and after a prefix that two contexts share."""
     overrides = {"head_dim": 64, "max_position_embeddings": 1024}
     path = make_tiny_model(tmp_path / "model", "llama", overrides=overrides)
     checkpoint, cpu = open_checkpoint(str(path)), torch.device("cpu")
     sizes: list[tuple[int, int, bool]] = []
     run = PromptAttention.run
 
-    def noting(self: PromptAttention, q: torch.Tensor, kv: torch.Tensor, keys: int, **rest: bool):  # type: ignore[no-untyped-def]
+    def recording(
+        self: PromptAttention, q: torch.Tensor, kv: torch.Tensor, keys: int, **rest: bool
+    ):  # type: ignore[no-untyped-def]
         sizes.append((len(q), keys, rest["with_lse"]))
         return run(self, q, kv, keys, **rest)
 
-    monkeypatch.setattr(PromptAttention, "run", noting)
+    monkeypatch.setattr(PromptAttention, "run", recording)
 
     def logits(dtype: torch.dtype, make_layers: MakeLayers | None) -> torch.Tensor:
         model = load_decoder(checkpoint, dtype, cpu)
@@ -131,7 +133,7 @@ def test_prompts_of_a_model_are_computed_with_it(
     assert error <= 1.5 * torch_error
 
 
-def test_what_it_cannot_compute_is_left_to_torch(kernels: Kernels) -> None:
+def test_unsupported_shapes_and_types_are_refused(kernels: Kernels) -> None:
     attention = PromptAttention(kernels)
     q = torch.zeros(6, 2, 64, dtype=torch.bfloat16)
     assert attention.takes(q, 6)

@@ -40,7 +40,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def test_outputs_are_the_same_with_drafts() -> None:
-    """All kinds run in one batch, because its steps take little longer than those of one kind."""
+    """All kinds run in one batch, because its steps take little longer than steps with one kind."""
     tokenizer = open_checkpoint("embedded").load_tokenizer()
     model = load_decoder(open_checkpoint("embedded"), torch.float32, torch.device("cpu"))
     runner = ModelRunner(model, 128, 16)

@@ -11,7 +11,7 @@ TEXT = [*range(10, 60)]
 
 
 class TickingClock:
-    """Each search at it takes a second, if nothing else is said: more than any step."""
+    """Each call of `now` takes `tick_s`. The default of 1 s is longer than any step."""
 
     def __init__(self, tick_s: float = 1.0) -> None:
         self.seconds = 0.0
@@ -26,7 +26,7 @@ class TickingClock:
 
 
 class Output:
-    """An output that repeats the text from position `place` on."""
+    """An output that repeats TEXT token by token."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.ids = array("i", TEXT[:4])
@@ -35,7 +35,7 @@ class Output:
         acceptance = Acceptance(drafter.acceptance)
         self.drafts = OutputDrafts(finder, self.ids, self.output, 40, None, acceptance)
 
-    def say(self) -> None:
+    def append_next(self) -> None:
         token = TEXT[len(self.output)]
         self.ids.append(token)
         self.output.append(token)
@@ -52,7 +52,7 @@ def test_a_draft_found_before_the_newest_token_is_not_used():
         assert found.index(max(found)) == number % 3
         assert sorted(found)[:2] == [0, 0]
         for output in outputs:
-            output.say()
+            output.append_next()
 
 
 def test_the_cpu_searches_during_steps_only_while_it_is_idle():
@@ -64,7 +64,7 @@ def test_the_cpu_searches_during_steps_only_while_it_is_idle():
         drafter.search_during_step([output.drafts for output in outputs], has_prompts=has_prompts)
         found = sum(output.drafts.candidate().length > 0 for output in outputs)
         for output in outputs:
-            output.say()
+            output.append_next()
         return found
 
     assert num_looked_at() == 25  # In a step of 100 ms, before the idle time is known.
@@ -84,7 +84,7 @@ def test_new_outputs_start_with_the_acceptance_of_earlier_ones():
     before = drafter.acceptance.rate(3)
     for _ in range(20):
         drafter.search([first.drafts])
-        first.say()
+        first.append_next()
     assert drafter.acceptance.rate(3) > before
     assert Output(drafter).drafts.candidate().length == 0  # It was not searched.
     second = Output(drafter)

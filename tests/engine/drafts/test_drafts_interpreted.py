@@ -42,7 +42,7 @@ SAMPLINGS: list[dict[str, Any]] = [
 def make_runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], CudaRunner]:
     path: Path = make_tiny_model(tmp_path_factory.mktemp("model"), "llama", overrides=SMALL)
     checkpoint = open_checkpoint(str(path))
-    with pytest.MonkeyPatch.context() as patch:  # the kernels read weights as they are
+    with pytest.MonkeyPatch.context() as patch:  # The kernels read plain weights.
         patch.setattr(decoder, "make_linear", PlainLinear)
         model = Decoder(checkpoint.spec, checkpoint.take, torch.float32, torch.device("cpu"))
 

@@ -60,7 +60,8 @@ def tiny_model(kind: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            parameter.data.mul_(4)  # so that the most probable token changes from step to step
+            # With larger weights, the most probable token changes from step to step.
+            parameter.data.mul_(4)
     return model
 
 
@@ -87,7 +88,7 @@ class Sequences:
         self.blocks = [list(range(i * share, (i + 1) * share)) for i in range(len(prompts))]
 
     def step(self, chunk: int = 1000) -> None:
-        """At most `chunk` tokens of each; sample after the last."""
+        """Compute at most `chunk` tokens of each sequence. Sample after the last token."""
         steps = []
         for i, tokens in enumerate(self.tokens):
             end = min(len(tokens), self.done[i] + chunk)
@@ -102,11 +103,11 @@ class Sequences:
 
 
 @pytest.mark.parametrize("kind", OWN)
-def test_greedy_output_is_that_of_generate(kind: str) -> None:
+def test_greedy_output_equals_that_of_generate(kind: str) -> None:
     model = tiny_model(kind)
     runner = make_runner(model)
     want = [expected(model, prompt, 12) for prompt in PROMPTS]
-    assert len({tuple(tokens) for tokens in want}) > 1, "a model that says one thing proves nothing"
+    assert len({tuple(tokens) for tokens in want}) > 1, "the outputs must differ to prove anything"
     for chunk, num_steps in ((1000, 12), (2, 16)):
         together = Sequences(runner, PROMPTS)
         for _ in range(num_steps):
@@ -184,7 +185,7 @@ def test_sampling_is_reproducible_and_independent_of_the_batch() -> None:
     assert len(set(sampled(20))) > 1
 
 
-def test_one_sequence_with_broken_logits_leaves_the_others_alone() -> None:
+def test_a_sequence_with_broken_logits_does_not_affect_the_others() -> None:
     torch.manual_seed(5)
     config = transformers.AutoConfig.for_model("llama", **GQA)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
@@ -197,12 +198,13 @@ def test_one_sequence_with_broken_logits_leaves_the_others_alone() -> None:
     result = runner.run(StepPlan(tuple(steps)))
     assert result.tokens.keys() == {0, 2}
     assert isinstance(result.errors[1], ModelNumerics)
-    again = SequenceStep(3, [5], 0, [1], SampleSpec(3, GREEDY, 0, 0))  # in the poisoned block
+    # This sequence uses the block that contained NaN.
+    again = SequenceStep(3, [5], 0, [1], SampleSpec(3, GREEDY, 0, 0))
     longer = SequenceStep(0, [9], 2, [0], SampleSpec(0, GREEDY, 0, 0))
     assert runner.run(StepPlan((again, longer))).tokens.keys() == {0, 3}
 
 
-def test_what_the_runner_says_of_itself() -> None:
+def test_the_runner_reports_its_sizes() -> None:
     info = make_runner(tiny_model("llama")).info
     assert (info.num_blocks, info.block_size, info.vocab_size) == (NUM_BLOCKS, BLOCK_SIZE, 101)
     slots = NUM_BLOCKS * BLOCK_SIZE + 1
@@ -225,7 +227,7 @@ def test_models_with_other_state_are_refused(kind: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A saved model with a tokenizer of single letters."""
+    """A saved model with a tokenizer that has a token for each letter."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tiny_model("llama").save_pretrained(tmp_path)
@@ -257,7 +259,7 @@ def test_a_folder_is_loaded_with_its_tokenizer(folder: Path) -> None:
     assert sequences.tokens[0][5:] == expected(tiny_model("llama"), PROMPTS[0], 4)
 
 
-def test_what_is_not_there_is_a_configuration_error(tmp_path: Path) -> None:
+def test_missing_models_and_devices_are_configuration_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot load"):
         load_runner(HuggingFaceConfig(model=str(tmp_path), device="cpu"))
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The huggingface engine's runner under the engine core: whole requests, exact to the token."""
+"""The huggingface engine's runner in the engine core: outputs of whole requests are exact."""
 
 from array import array
 from functools import cache
@@ -52,7 +52,7 @@ def expected(prompt: list[int], num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 class Answer:
-    """A sink that keeps what it gets."""
+    """A sink that keeps all chunks and the outcome."""
 
     def __init__(self) -> None:
         self.chunks: list[StreamChunk] = []
@@ -96,7 +96,7 @@ class Harness:
         return answer
 
     def run(self) -> int:
-        """Steps until nothing is left to do."""
+        """Run steps until no work is left. Returns their number."""
         num_steps = 0
         while self.core.has_work and self.core.step():
             num_steps += 1
@@ -141,7 +141,7 @@ def test_forks_of_a_shared_prefix_compute_only_their_own_tokens() -> None:
     assert second.response.usage.computed_tokens == 3
 
 
-def test_streams_say_the_same_and_stop_strings_end_them() -> None:
+def test_streams_have_the_same_text_and_end_at_stop_strings() -> None:
     harness = Harness()
     whole = harness.ask(piece(1, PROMPTS[1]))
     streamed = harness.ask(piece(2, PROMPTS[1]), stream=True)
@@ -159,7 +159,7 @@ def test_streams_say_the_same_and_stop_strings_end_them() -> None:
     assert stopped.response.generated_text == text[: text.index(stop)]
 
 
-def test_an_aborted_request_and_one_that_is_too_long_leave_the_others_alone() -> None:
+def test_aborted_and_too_long_requests_do_not_affect_the_others() -> None:
     harness = Harness()
     aborted = harness.ask(piece(1, PROMPTS[2]))
     kept = harness.ask(piece(2, PROMPTS[3]))

@@ -1,4 +1,4 @@
-"""The huggingface engine behind the engine's HTTP server: a model of its own thread."""
+"""The huggingface engine with the engine's HTTP server. The model has a thread of its own."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ PROMPT = [7, 30, 2, 250, 99]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny GPT-2, which the builtin engine does not know, with a tokenizer of bytes."""
+    """A tiny GPT-2 with a byte tokenizer. The builtin engine does not support GPT-2."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(2)
     config = transformers.GPT2Config(
@@ -90,7 +90,7 @@ def call(context_id: int, ids: list[int], **sampling: Any) -> GenerateRequest:
     )
 
 
-async def test_answers_are_those_of_generate_one_by_one_and_together(
+async def test_answers_equal_those_of_generate_alone_and_in_a_batch(
     client: EngineClient, folder: Path
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -115,7 +115,7 @@ async def test_answers_are_those_of_generate_one_by_one_and_together(
     assert "".join(e.text for e in events[:-1]) == answers[0].generated_text  # type: ignore[union-attr]
 
 
-async def test_it_gives_its_tokenizer_and_refuses_by_name(
+async def test_the_tokenizer_is_served_and_unsupported_fields_are_refused_by_name(
     client: EngineClient, service: EngineService
 ) -> None:
     tokenizer = await client.tokenizer()
@@ -132,7 +132,7 @@ async def test_it_gives_its_tokenizer_and_refuses_by_name(
     assert (await client.generate(call(4, PROMPT))).generated_ids
 
 
-async def test_a_running_generation_is_followed_from_its_first_token(client: EngineClient) -> None:
+async def test_a_follower_gets_the_generation_from_its_first_token(client: EngineClient) -> None:
     whole = asyncio.create_task(client.generate(call(1, PROMPT, max_gen_length=200)))
     chunks = [chunk async for chunk in client.follow(1)]
     answer = await whole

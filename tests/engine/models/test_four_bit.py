@@ -44,7 +44,7 @@ def test_dequantised_numbers_equal_those_of_the_gguf_package(
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K", "Q6_K"])
 def test_super_blocks(name: str) -> None:
-    """The numbers equal those of the gguf package. The words of a GPU are within the bound of
+    """The numbers equal the gguf package's. The words of a GPU are within the bound of
     `words_of`."""
     kind, rows, columns = gguf.GGMLQuantizationType[name], 9, 512
     raw = random_super_blocks(kind, (rows, columns), seed=1)

@@ -102,8 +102,8 @@ class Twins:
 
 
 def num_cached_tokens(twins: Twins, num_tokens: int) -> int:
-    """Check the outputs of prompts, then those of forks inside these prompts and outputs. Returns
-    the number of the forks' tokens that came from the cache."""
+    """Check the outputs of prompts, then the outputs of forks inside these prompts and outputs.
+    Returns the number of the forks' tokens that came from the cache."""
     rng = random.Random(0)
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]

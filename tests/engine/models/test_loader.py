@@ -218,7 +218,7 @@ def test_a_random_model_may_have_a_small_but_not_a_huge_vocabulary() -> None:
         word_tokenizer(500_000)
 
 
-PUBLISHED_SIZES = {  # In billions of weights. For Gemma 3, the size is that of the language model.
+PUBLISHED_SIZES = {  # In billions of weights. For Gemma 3, without the vision model.
     "llama-2-7b": 6.74,
     "llama-2-13b": 13.02,
     "llama-3.1-8b": 8.03,

@@ -388,8 +388,8 @@ def test_heads_with_norms_are_not_padded() -> None:
 def test_the_frequencies_of_longrope_depend_on_the_longest_context(
     tmp_path: Path, original: int
 ) -> None:
-    """The original length is either shorter or longer than the longest context. In both cases the
-    logits equal those of transformers."""
+    """The original length is either shorter or longer than the longest context. In both cases, the
+    logits equal transformers' logits."""
     overrides = {
         "rope_scaling": PHI_ROPE,
         "partial_rotary_factor": 0.75,

@@ -61,7 +61,7 @@ def ask(priority: int = 0, **sampling: Any) -> GenerateRequest:
 TOO_MANY = 'vllm:cache_config_info{num_gpu_blocks="99999999999",block_size="99999999999"} 1'
 
 
-def told_by(owner: str, told: dict[str, Any]) -> FakeOpenAI:
+def server_with(owner: str, told: dict[str, Any]) -> FakeOpenAI:
     return FakeOpenAI(owned_by=owner, told=told)
 
 
@@ -77,26 +77,30 @@ PS = {
     ("fake", "server", "max_len"),
     [
         (
-            told_by("llamacpp", {"/props": {"default_generation_settings": {"n_ctx": 2048}}}),
+            server_with("llamacpp", {"/props": {"default_generation_settings": {"n_ctx": 2048}}}),
             "llama.cpp",
             2048,
         ),
-        (told_by("library", {"/api/version": {"version": "0.9"}}), "ollama 0.9", None),
-        (told_by("library", {"/api/ps": PS}), "ollama", 8192),
+        (server_with("library", {"/api/version": {"version": "0.9"}}), "ollama 0.9", None),
+        (server_with("library", {"/api/ps": PS}), "ollama", 8192),
         (
-            told_by(
+            server_with(
                 "organization_owner",
                 {"/api/v0/models/gpt-fake": {"max_context_length": 4096}},
             ),
             "lm-studio",
             4096,
         ),
-        (told_by("library", {"/api/ps": {"models": [None, {"name": "gpt-fake"}]}}), "ollama", None),
+        (
+            server_with("library", {"/api/ps": {"models": [None, {"name": "gpt-fake"}]}}),
+            "ollama",
+            None,
+        ),
         (FakeOpenAI(owned_by="parrot", max_model_len=77), "parrot", 77),
         (FakeOpenAI(owned_by="vllm", max_model_len=-1), "vllm", None),
     ],
 )
-async def test_the_context_length_is_what_the_server_says(
+async def test_the_context_length_is_that_of_the_server(
     start: Start, fake: FakeOpenAI, server: str, max_len: int | None
 ) -> None:
     service = await start(fake)
@@ -108,43 +112,65 @@ async def test_the_context_length_is_what_the_server_says(
 @pytest.mark.parametrize(
     ("fake", "server", "kept_tokens", "kept_prompts"),
     [
-        (told_by("vllm", {"/version": {"version": "0.32.0"}}), "vllm 0.32.0", None, None),
-        (told_by("vllm", {"/metrics": METRICS % ""}), "vllm", 1600, None),
+        (server_with("vllm", {"/version": {"version": "0.32.0"}}), "vllm 0.32.0", None, None),
+        (server_with("vllm", {"/metrics": METRICS % ""}), "vllm", 1600, None),
         (
-            told_by("vllm", {"/metrics": METRICS % ',kv_cache_size_tokens="1500"'}),
+            server_with("vllm", {"/metrics": METRICS % ',kv_cache_size_tokens="1500"'}),
             "vllm",
             1500,
             None,
         ),
         (
-            told_by("vllm", {"/metrics": METRICS % ',enable_prefix_caching="False"'}),
+            server_with("vllm", {"/metrics": METRICS % ',enable_prefix_caching="False"'}),
             "vllm",
             0,
             None,
         ),
-        (told_by("vllm", {"/metrics": "x" * 5_000_000, "/version": [1]}), "vllm", None, None),
+        (server_with("vllm", {"/metrics": "x" * 5_000_000, "/version": [1]}), "vllm", None, None),
         (
-            told_by("sglang", {"/server_info": {"version": "0.5", "max_total_num_tokens": 20480}}),
+            server_with(
+                "sglang", {"/server_info": {"version": "0.5", "max_total_num_tokens": 20480}}
+            ),
             "sglang 0.5",
             20480,
             None,
         ),
-        (told_by("sglang", {"/get_server_info": {"disable_radix_cache": True}}), "sglang", 0, None),
         (
-            told_by("llamacpp", {"/props": {"build_info": "b8681", "total_slots": 4}}),
+            server_with("sglang", {"/get_server_info": {"disable_radix_cache": True}}),
+            "sglang",
+            0,
+            None,
+        ),
+        (
+            server_with("llamacpp", {"/props": {"build_info": "b8681", "total_slots": 4}}),
             "llama.cpp b8681",
             None,
             4,
         ),
-        (told_by("llamacpp", {"/props": {"total_slots": "many"}}), "llama.cpp", None, None),
-        (told_by("me", {}), "llama-cpp-python", None, 1),
-        (told_by("some maker", {"/version": {"version": "1"}}), "openai", None, None),
-        (told_by("vllm", {"/version": {"version": "9" * 9_000}}), "vllm " + "9" * 256, None, None),
-        (told_by("vllm", {"/metrics": TOO_MANY, "/version": {"version": [1]}}), "vllm", None, None),
-        (told_by("sglang", {"/server_info": {"max_total_num_tokens": -5}}), "sglang", None, None),
+        (server_with("llamacpp", {"/props": {"total_slots": "many"}}), "llama.cpp", None, None),
+        (server_with("me", {}), "llama-cpp-python", None, 1),
+        (server_with("some maker", {"/version": {"version": "1"}}), "openai", None, None),
+        (
+            server_with("vllm", {"/version": {"version": "9" * 9_000}}),
+            "vllm " + "9" * 256,
+            None,
+            None,
+        ),
+        (
+            server_with("vllm", {"/metrics": TOO_MANY, "/version": {"version": [1]}}),
+            "vllm",
+            None,
+            None,
+        ),
+        (
+            server_with("sglang", {"/server_info": {"max_total_num_tokens": -5}}),
+            "sglang",
+            None,
+            None,
+        ),
     ],
 )
-async def test_what_servers_tell(
+async def test_capabilities_are_read_from_the_server(
     start: Start,
     fake: FakeOpenAI,
     server: str,
@@ -158,19 +184,19 @@ async def test_what_servers_tell(
     assert service.runtime_info().capabilities == found
 
 
-async def test_sglang_gets_priorities_only_where_low_ones_go_first(start: Start) -> None:
+async def test_sglang_gets_priorities_only_if_low_values_run_first(start: Start) -> None:
     for lowest_first in (True, False):
         info = {"enable_priority_scheduling": True}
         info["schedule_low_priority_values_first"] = lowest_first
-        fake = told_by("sglang", {"/server_info": info})
+        fake = server_with("sglang", {"/server_info": info})
         service = await start(fake)
         await service.generate(ask(priority=-3))
         assert fake.bodies[0].get("priority") == (-3 if lowest_first else None)
         assert len(fake.bodies[0]["cache_salt"]) == 64
 
 
-async def test_the_configuration_goes_before_what_is_told(start: Start) -> None:
-    fake = told_by("a proxy", {"/metrics": METRICS % ""})
+async def test_the_configuration_overrides_the_probed_capabilities(start: Start) -> None:
+    fake = server_with("a proxy", {"/metrics": METRICS % ""})
     features = {"priority": True, "cache_salt": False, "regex": False, "n": True}
     service = await start(fake, server="vllm", features=features, kept_tokens=7, kept_prompts=2)
     found = service.engine_info().capabilities
@@ -187,7 +213,7 @@ async def test_the_configuration_goes_before_what_is_told(start: Start) -> None:
         await service.generate(ask(regex="a"))
 
 
-async def test_a_server_that_is_away_is_known_later(start: Start) -> None:
+async def test_an_unreachable_server_is_probed_again_later(start: Start) -> None:
     """The engine probes again when a request depends on the capabilities."""
     fake = FakeOpenAI(owned_by="vllm", models_status=503)
     service = await start(fake)
@@ -199,7 +225,7 @@ async def test_a_server_that_is_away_is_known_later(start: Start) -> None:
     assert found.server == "vllm"
 
 
-async def test_the_servers_span_is_below_the_callers(start: Start) -> None:
+async def test_the_servers_span_is_a_child_of_the_callers_span(start: Start) -> None:
     span = f"00-{'ab' * 16}-{'cd' * 8}-01"
     fake = FakeOpenAI()
     service = await start(fake)
@@ -219,7 +245,7 @@ def test_a_feature_that_does_not_exist_is_refused() -> None:
         parse_config(OpenAIConfig, payload, "test")
 
 
-async def test_capabilities_cross_the_wire(start: Start) -> None:
+async def test_capabilities_are_sent_to_serve_core(start: Start) -> None:
     """The registration and each heartbeat contain the capabilities."""
     service = await start(FakeOpenAI(owned_by="vllm"))
     core = ServeCore(CoreConfig())
@@ -234,6 +260,6 @@ async def test_capabilities_cross_the_wire(start: Start) -> None:
 
 
 @pytest.mark.parametrize("length", [-1, 0, 10**30])
-async def test_a_length_that_no_model_has_is_not_told(start: Start, length: int) -> None:
+async def test_implausible_context_lengths_are_ignored(start: Start, length: int) -> None:
     service = await start(FakeOpenAI(owned_by="vllm", max_model_len=length))
     assert service.engine_info().max_seq_len == 4096  # The default.

@@ -119,7 +119,7 @@ async def collect(
 # Requests and answers
 
 
-async def test_a_completion_goes_there_and_back(start: Start, fake: FakeOpenAI) -> None:
+async def test_a_completion_request_and_its_answer(start: Start, fake: FakeOpenAI) -> None:
     fake.cached_tokens = 1
     service = await start()
     response = await service.generate(ask(1, "say a number", temperature=0, stop_str="X"))
@@ -142,7 +142,7 @@ async def test_a_completion_goes_there_and_back(start: Start, fake: FakeOpenAI) 
 
 
 @pytest.mark.parametrize("endpoint", ["completion", "chat"])
-async def test_streaming_gives_every_word_and_then_the_whole(
+async def test_streaming_gives_every_word_and_then_the_whole_answer(
     start: Start, fake: FakeOpenAI, endpoint: str
 ) -> None:
     service = await start(api_endpoint=endpoint)
@@ -165,7 +165,7 @@ async def test_chat_sends_the_context_as_one_user_message(start: Start, fake: Fa
     assert body["seed"] == 3
 
 
-async def test_a_schema_as_llama_cpp_python_wants_it(start: Start, fake: FakeOpenAI) -> None:
+async def test_the_format_of_a_schema_for_llama_cpp_python(start: Start, fake: FakeOpenAI) -> None:
     fake.owned_by = "me"
     service = await start(api_endpoint="chat")
     await service.generate(ask(1, "hi", json_schema={"type": "array"}))
@@ -173,7 +173,7 @@ async def test_a_schema_as_llama_cpp_python_wants_it(start: Start, fake: FakeOpe
     assert fake.bodies[0]["response_format"] == wanted
 
 
-async def test_azure_has_its_own_address_and_key(start: Start, fake: FakeOpenAI) -> None:
+async def test_azure_has_its_own_url_and_key(start: Start, fake: FakeOpenAI) -> None:
     service = await start(is_azure=True, azure_api_version="2024-10-21", api_endpoint="chat")
     await collect(service, ask(1, "hi"))
     assert "/openai/deployments/gpt-fake/chat/completions?api-version=2024-10-21" in fake.urls[0]
@@ -193,9 +193,7 @@ async def test_old_azure_gets_only_the_fields_it_knows(start: Start, fake: FakeO
 # Contexts
 
 
-async def test_contexts_grow_fork_and_keep_what_was_generated(
-    start: Start, fake: FakeOpenAI
-) -> None:
+async def test_contexts_grow_fork_and_keep_generated_text(start: Start, fake: FakeOpenAI) -> None:
     service = await start()
     filled = await service.fill(FillRequest(context_id=1, text="abcdef"))
     assert filled.filled_len == 6
@@ -206,10 +204,10 @@ async def test_contexts_grow_fork_and_keep_what_was_generated(
     assert prompts == ["abcdef", "abc!", "abcdefone two three?"]
     assert await service.free_contexts([1, 99]) == len("abcdefone two three")
     await service.generate(ask(4, "", parent=3, parent_len=8))
-    assert fake.bodies[-1]["prompt"] == "abcdefon", "a freed parent lives on in its forks"
+    assert fake.bodies[-1]["prompt"] == "abcdefon", "forks keep the text of a freed parent"
 
 
-async def test_a_whole_call_in_one_exchange_shares_its_constant_part(
+async def test_a_request_with_several_contexts_is_sent_as_one_prompt(
     start: Start, fake: FakeOpenAI
 ) -> None:
     service = await start()
@@ -253,7 +251,7 @@ async def test_jobs_of_one_context_keep_their_order(start: Start, fake: FakeOpen
     }
 
 
-async def test_a_fork_that_comes_late_takes_what_its_parent_had_when_it_was_asked_for(
+async def test_a_waiting_fork_has_the_prefix_of_its_parent_at_its_arrival(
     start: Start, fake: FakeOpenAI
 ) -> None:
     fake.hold = asyncio.Event()
@@ -279,7 +277,7 @@ async def test_a_fork_that_comes_late_takes_what_its_parent_had_when_it_was_aske
     assert fake.bodies[-1]["prompt"] == "aone !"
 
 
-async def test_wrong_requests_are_refused_and_leave_nothing(start: Start) -> None:
+async def test_invalid_requests_are_refused_and_leave_no_context(start: Start) -> None:
     service = await start()
     with pytest.raises(InvalidRequest, match="contexts are text"):
         await service.fill(FillRequest(context_id=1, token_ids=[1]))
@@ -340,7 +338,7 @@ async def test_a_standard_server_gets_no_extras(start: Start) -> None:
         ("sglang", {"choices": ("a.", "b")}, {"regex": r"a\.|b"}),
     ],
 )
-async def test_grammars_and_choices_as_other_servers_call_them(
+async def test_grammars_and_choices_have_the_names_of_each_server(
     start: Start, fake: FakeOpenAI, owner: str, fields: dict[str, Any], sent: dict[str, Any]
 ) -> None:
     fake.owned_by = owner
@@ -402,7 +400,7 @@ async def test_a_vllm_server_gets_what_the_request_sets(start: Start, fake: Fake
     assert service.tokenizer() is None
 
 
-async def test_a_broken_schema_is_the_callers_fault(start: Start) -> None:
+async def test_an_invalid_schema_is_an_invalid_request(start: Start) -> None:
     service = await start(api_endpoint="chat")
     with pytest.raises(InvalidRequest, match="not JSON"):
         await service.generate(ask(1, "a", json_schema="{"))
@@ -462,7 +460,7 @@ async def test_an_answer_of_another_shape_is_an_error(start: Start, fake: FakeOp
             await service.generate(ask(1, "a"))
 
 
-async def test_faults_that_pass_are_not_seen(start: Start, fake: FakeOpenAI) -> None:
+async def test_temporary_faults_are_retried(start: Start, fake: FakeOpenAI) -> None:
     service = await start()
     fake.faults = [error(500), Fault(429, None, {"retry-after": "0.001"})]
     assert (await service.generate(ask(1, "a"))).generated_text == "one two three"
@@ -480,7 +478,7 @@ BREAKS: list[tuple[Any, type[ParrotError]]] = [
 ]
 
 
-async def test_a_stream_that_breaks_is_an_error_and_keeps_what_came(
+async def test_a_broken_stream_is_an_error_and_keeps_the_received_text(
     start: Start, fake: FakeOpenAI
 ) -> None:
     service = await start()
@@ -493,7 +491,7 @@ async def test_a_stream_that_breaks_is_an_error_and_keeps_what_came(
             await anext(stream)
         assert isinstance(caught.value, expected), body
         assert KEY not in str(caught.value)
-        assert len(fake.bodies) == 1, "what was streamed is never asked for again"
+        assert len(fake.bodies) == 1, "a stream that has sent text must not be retried"
         await service.generate(ask(context_id))
         assert fake.bodies[-1]["prompt"] == "aone two "
 
@@ -523,7 +521,7 @@ async def test_a_stream_that_stops_before_its_text_has_ended_is_an_error(
 
 
 @pytest.mark.parametrize("reason", ["content_filter", "abort", "error"])
-async def test_an_answer_that_did_not_end_by_itself_is_an_error(
+async def test_an_answer_that_the_server_cut_off_is_an_error(
     start: Start, fake: FakeOpenAI, reason: str
 ) -> None:
     fake.finish_reason = reason
@@ -534,7 +532,7 @@ async def test_an_answer_that_did_not_end_by_itself_is_an_error(
         await collect(service, ask(2, "a"))
 
 
-async def test_no_server_at_all() -> None:
+async def test_requests_without_a_server_fail() -> None:
     config = OpenAIConfig.model_validate(
         {"model": "m", "instance": {"base_url": "http://127.0.0.1:9/v1"}}
     )
@@ -551,7 +549,9 @@ async def test_no_server_at_all() -> None:
     await close_checked(service)
 
 
-async def test_what_a_server_is_that_was_away_at_the_start(fake: FakeOpenAI) -> None:
+async def test_a_server_that_starts_later_is_identified_at_the_first_request(
+    fake: FakeOpenAI,
+) -> None:
     """The kind of the server decides how a field is turned off against the server's defaults."""
     port = free_port("127.0.0.1", set())
     config = OpenAIConfig.model_validate(
@@ -653,7 +653,7 @@ async def test_freeing_a_context_aborts_its_request_at_once(
     service.check_integrity()
 
 
-async def test_a_reader_that_leaves_stops_the_request(start: Start, fake: FakeOpenAI) -> None:
+async def test_closing_a_stream_stops_the_request(start: Start, fake: FakeOpenAI) -> None:
     fake.hold = asyncio.Event()
     service = await start()
     stream = service.generate_stream(ask(1, "a"))
@@ -665,7 +665,7 @@ async def test_a_reader_that_leaves_stops_the_request(start: Start, fake: FakeOp
     assert fake.bodies[-1]["prompt"] == "aone "
 
 
-async def test_a_cancelled_caller_stops_its_request_also_in_the_queue(
+async def test_cancelled_requests_are_stopped_also_in_the_queue(
     start: Start, fake: FakeOpenAI
 ) -> None:
     fake.hold = asyncio.Event()
@@ -680,7 +680,7 @@ async def test_a_cancelled_caller_stops_its_request_also_in_the_queue(
     assert (await tasks[2]).generated_text == "one two three"
 
 
-async def test_closing_fails_what_is_unfinished(start: Start, fake: FakeOpenAI) -> None:
+async def test_closing_fails_unfinished_requests(start: Start, fake: FakeOpenAI) -> None:
     fake.hold = asyncio.Event()
     service = await start()
     task = asyncio.ensure_future(service.generate(ask(1, "a")))
@@ -717,7 +717,7 @@ async def test_log_probabilities_are_passed_on(
     assert (await service.generate(ask(3, "x"))).logprobs is None
 
 
-def test_names_of_parts_of_characters_and_what_cannot_be_said() -> None:
+def test_log_probabilities_of_partial_characters_and_missing_values() -> None:
     answer = AnswerLogprobs(1)
     given = {
         "tokens": [r"bytes:\xe2\x82", r"bytes:\xac", "bytes:x"],
@@ -733,7 +733,7 @@ def test_names_of_parts_of_characters_and_what_cannot_be_said() -> None:
     assert found.tokens[found.ids[1]] == b"b"
 
 
-async def test_a_server_without_log_probabilities_gives_none(
+async def test_answers_of_a_server_without_log_probabilities_have_none(
     start: Start, fake: FakeOpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fake_openai, "_logprobs", lambda *_: {"logprobs": None})

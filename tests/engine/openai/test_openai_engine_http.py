@@ -72,12 +72,12 @@ async def test_all_verbs(client: EngineClient, fake: FakeOpenAI) -> None:
         await client.tokenizer()
 
 
-async def test_it_says_that_its_outputs_come_whole(client: EngineClient) -> None:
+async def test_following_an_output_is_refused(client: EngineClient) -> None:
     with pytest.raises(UnsupportedField, match="sends the whole answer at once"):
         await anext(client.follow(1))
 
 
-async def test_a_stop_string_is_told_where_the_server_tells_it(
+async def test_the_stop_string_is_reported_if_the_server_reports_it(
     client: EngineClient, fake: FakeOpenAI
 ) -> None:
     for context_id, (told, wanted) in enumerate([("END", "END"), (7, None), (None, None)]):
@@ -99,7 +99,7 @@ async def test_refusals_keep_their_type(client: EngineClient) -> None:
         await anext(client.generate_stream(request))
 
 
-async def test_freeing_and_leaving_stop_the_upstream_request(
+async def test_freeing_and_disconnecting_stop_the_upstream_request(
     client: EngineClient, fake: FakeOpenAI, service: EngineService
 ) -> None:
     fake.hold = asyncio.Event()

@@ -81,7 +81,7 @@ def test_loads_of_servers(
     labels=st.text('a="},{', max_size=20),
     num_sent=st.integers(0, 2**53),
 )
-def test_whatever_a_server_writes_is_a_load_or_none(value: str, labels: str, num_sent: int) -> None:
+def test_any_metrics_text_gives_a_load_or_none(value: str, labels: str, num_sent: int) -> None:
     names = DIALECTS["vllm"].load
     assert names is not None
     named = (*names.running, *names.waiting, *names.usage)
@@ -95,18 +95,18 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def service_before(fake: FakeOpenAI, url: str) -> OpenAIService:
+async def service_for(fake: FakeOpenAI, url: str) -> OpenAIService:
     config = {"model": "gpt-fake", "instance": {"base_url": f"{url}/v1"}}
     service = OpenAIService(OpenAIConfig.model_validate(config), environ={})
     await service.start()
     return service
 
 
-async def test_a_heartbeat_has_what_was_read_since_the_one_before() -> None:
+async def test_a_heartbeat_has_the_load_that_was_read_since_the_last_one() -> None:
     """The engine's own requests do not count as requests of other clients."""
     fake = FakeOpenAI(owned_by="vllm", told={"/metrics": VLLM}, hold=asyncio.Event())
     async with serve_app(fake.app()) as url:
-        service = await service_before(fake, url)
+        service = await service_for(fake, url)
         assert service.runtime_info({}).server_load is None
         await until(lambda: service.runtime_info().server_load is not None)
         found = service.runtime_info({}).server_load
@@ -130,10 +130,10 @@ async def test_a_heartbeat_has_what_was_read_since_the_one_before() -> None:
         await service.close()
 
 
-async def test_a_load_that_cannot_be_read_again_ages_out() -> None:
+async def test_an_old_load_is_dropped_if_it_cannot_be_read_again() -> None:
     fake = FakeOpenAI(owned_by="vllm", told={"/metrics": VLLM})
     async with serve_app(fake.app()) as url:
-        service = await service_before(fake, url)
+        service = await service_for(fake, url)
         await until(lambda: service.runtime_info({}).server_load is not None)
         del fake.told["/metrics"]
         await until(lambda: service.runtime_info({}).server_load is None)
@@ -142,10 +142,10 @@ async def test_a_load_that_cannot_be_read_again_ages_out() -> None:
         await service.close()
 
 
-async def test_a_server_that_tells_no_load_is_not_asked_for_it() -> None:
+async def test_a_server_without_load_metrics_is_not_queried() -> None:
     fake = FakeOpenAI(told={"/metrics": VLLM})
     async with serve_app(fake.app()) as url:
-        service = await service_before(fake, url)
+        service = await service_for(fake, url)
         for _ in range(3):
             assert service.runtime_info({}).server_load is None
             await asyncio.sleep(0)

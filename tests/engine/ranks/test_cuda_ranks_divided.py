@@ -158,7 +158,7 @@ def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
 def test_a_partial_sum_stays_until_a_slow_rank_has_read_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layers: int
 ) -> None:
-    """With one layer and no row that needs logits, no sum follows that of the embeddings in a
+    """With one layer and no row that needs logits, the embeddings' sum is the last sum of a
     step."""
     sizes = SIZES | {"num_hidden_layers": layers}
     folder = make_tiny_model(tmp_path / "model", "llama", overrides=sizes)

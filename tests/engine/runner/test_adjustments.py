@@ -1,4 +1,4 @@
-"""The adjustments of a job, updated token by token, equal those of a new count."""
+"""The adjustments of a job, updated token by token, equal a new count."""
 
 from collections import Counter
 from collections.abc import Sequence

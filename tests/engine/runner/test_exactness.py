@@ -1,4 +1,4 @@
-"""The embedded model's greedy output equals that of transformers, however its tokens are split into
+"""The embedded model's greedy output equals transformers', however its tokens are split into
 steps."""
 
 import functools

@@ -1,4 +1,4 @@
-"""Log probabilities equal those of transformers, however tokens are chosen and split into steps."""
+"""Log probabilities equal transformers', however tokens are chosen and split into steps."""
 
 from array import array
 from pathlib import Path

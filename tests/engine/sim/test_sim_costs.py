@@ -1,4 +1,4 @@
-"""What a step of the sim engine costs, and what it samples."""
+"""The costs of a sim engine's steps, and its sampled tokens."""
 
 from array import array
 from pathlib import Path
@@ -23,7 +23,7 @@ def step(context_id: int, blocks: list[int], end: int, num_tokens: int = 1) -> S
 
 
 def positions(sequences: list[SequenceStep]) -> int:
-    """The same count, the long way."""
+    """The same count without increments."""
     return len(
         {
             (s.block_ids[position // SIZE], position % SIZE)
@@ -33,7 +33,7 @@ def positions(sequences: list[SequenceStep]) -> int:
     )
 
 
-def test_shared_kv_is_read_once_or_by_each():
+def test_shared_kv_costs_once_or_once_per_context():
     plan = StepPlan((step(1, [5, 6, 7], 10), step(2, [5, 6, 8, 9], 13), step(3, [4], 2)))
     costs = FREE | {"context_token_s": 1.0, "block_size": SIZE}
     shared = SimRunner(SimInstance(**costs), ManualClock())
@@ -44,8 +44,8 @@ def test_shared_kv_is_read_once_or_by_each():
 
 
 @given(st.data())
-def test_counting_from_step_to_step_is_counting_anew(data):
-    """Contexts come, grow, give blocks away, copy their last block, and go."""
+def test_incremental_counts_equal_full_counts(data):
+    """Contexts arrive, grow, lose blocks, copy their last block, and end."""
     counter = UniqueKv(SIZE)
     tables: dict[int, list[int]] = {}
     fresh = iter(range(1000, 9000))
@@ -69,13 +69,14 @@ def test_counting_from_step_to_step_is_counting_anew(data):
             step(context_id, list(table), len(table) * SIZE - data.draw(st.integers(0, SIZE - 1)))
             for context_id, table in tables.items()
         ]
-        # positions that nobody wrote are at the end of blocks which only one context has
+        # Only the last block of a context may have unwritten positions, and only if no other
+        # context has that block.
         sole = [s for s in sequences if sum(s.block_ids[-1] in t for t in tables.values()) == 1]
         full = [s._replace(start=len(s.block_ids) * SIZE - 1) for s in sequences if s not in sole]
         assert counter.count([*sole, *full]) == positions([*sole, *full])
 
 
-def test_long_prompts_cost_by_the_pairs_of_their_tokens():
+def test_the_cost_of_a_long_prompt_grows_with_its_pairs_of_tokens():
     runner = SimRunner(SimInstance(**FREE, prefill_pair_s=1.0, block_size=SIZE), ManualClock())
     whole = runner.cost(StepPlan((step(1, list(range(25)), 100, 100),)))
     first = runner.cost(StepPlan((step(1, list(range(15)), 60, 60),)))
@@ -84,8 +85,9 @@ def test_long_prompts_cost_by_the_pairs_of_their_tokens():
     assert runner.cost(StepPlan((step(1, list(range(26)), 101),))) == 0
 
 
-def test_a_token_depends_on_the_whole_context_and_on_nothing_else():
-    """Sums are carried from step to step; a runner that begins in the middle agrees."""
+def test_a_token_depends_only_on_the_whole_context():
+    """The runner keeps sums from step to step. A new runner that starts in the middle gives the
+    same tokens."""
     sampling = ResolvedSampling()
 
     def sample(runner: SimRunner, *contexts: tuple[int, bytes]) -> list[int]:
@@ -105,7 +107,7 @@ def test_a_token_depends_on_the_whole_context_and_on_nothing_else():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_fitted_configs_are_valid_and_in_proportion(path: Path):
+def test_fitted_configs_are_valid_and_plausible(path: Path):
     config = load_engine_config(str(path))
     assert isinstance(config, SimConfig)
     costs = config.instance

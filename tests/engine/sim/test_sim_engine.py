@@ -1,4 +1,4 @@
-"""The sim engine on virtual time, through its service."""
+"""The sim engine in virtual time, through its service."""
 
 import asyncio
 
@@ -62,7 +62,7 @@ async def timed():
     await service.close()
 
 
-def test_it_is_an_engine_service():
+def test_the_sim_service_is_a_runner_service():
     service: EngineService = SimService(SimConfig())
     assert isinstance(service, RunnerService)
     assert service.state() is not ServiceState.READY
@@ -90,7 +90,7 @@ async def test_the_same_context_gives_the_same_text_of_exact_length(engine):
     assert other.generated_text != first.generated_text
 
 
-async def test_it_stops_at_stop_strings(engine):
+async def test_outputs_end_at_stop_strings(engine):
     whole = (await engine.generate(request(1, "hello", length=60))).generated_text
     stop = whole[20:23]
     cut = await engine.generate(request(2, "hello", length=60, sampling={"stop_str": stop}))
@@ -98,10 +98,10 @@ async def test_it_stops_at_stop_strings(engine):
     assert cut.finish_reason is FinishReason.STOP
 
 
-async def test_a_step_costs_what_the_model_says(timed):
+async def test_steps_take_the_configured_time(timed):
     service, clock = timed
     running = asyncio.ensure_future(service.generate(request(1, "x" * 10, length=3)))
-    await clock.advance(2.01)  # 1 + 10 * 0.1 + 0.01
+    await clock.advance(2.01)  # The time is 1 + 10 * 0.1 + 0.01 s.
     assert service.runtime_info().num_steps == 1
     await clock.advance(1.0)
     assert not running.done()
@@ -146,7 +146,7 @@ async def test_freeing_a_context_ends_its_jobs(timed):
         await task
 
 
-async def test_streams_end_with_the_whole(engine):
+async def test_streams_end_with_the_whole_answer(engine):
     events = [event async for event in engine.generate_stream(request(1, "hello", length=9))]
     *chunks, whole = events
     assert isinstance(whole, GenerateResponse)
@@ -155,7 +155,7 @@ async def test_streams_end_with_the_whole(engine):
     assert len(chunks) == 9
 
 
-async def test_log_probabilities_are_of_the_tokens_they_come_with(engine):
+async def test_log_probabilities_belong_to_the_tokens_of_their_chunk(engine):
     wanted = request(1, "hello", length=9, sampling={"logprobs": 2})
     *chunks, whole = [event async for event in engine.generate_stream(wanted)]
     assert list(whole.logprobs.ids[::3]) == whole.generated_ids
@@ -167,7 +167,7 @@ async def test_log_probabilities_are_of_the_tokens_they_come_with(engine):
     assert (await engine.generate(request(2, "hello", length=9))).logprobs is None
 
 
-async def test_a_closed_stream_aborts(timed):
+async def test_closing_a_stream_aborts_the_request(timed):
     service, clock = timed
     stream = service.generate_stream(request(1, "hello", length=1000))
     first = asyncio.ensure_future(anext(stream))
@@ -188,7 +188,7 @@ async def test_a_closed_stream_aborts(timed):
         ({"regex": "a+"}, "regex"),
     ],
 )
-async def test_fields_that_are_not_built_are_refused_by_name(engine, fields, name):
+async def test_unsupported_fields_are_refused_by_name(engine, fields, name):
     with pytest.raises(UnsupportedField, match=name) as error:
         await engine.generate(request(1, "x", sampling=fields))
     assert error.value.param == name
@@ -205,7 +205,7 @@ async def test_fills_need_tokens_or_text(engine):
     assert answer.filled_len == 6
 
 
-async def test_neighbouring_fills_are_one_and_forks_chain(engine):
+async def test_consecutive_fills_are_merged_and_forks_continue_them(engine):
     wanted = GenerateRequest(
         context_id=2,
         fills=[
@@ -227,7 +227,7 @@ async def test_unknown_parents_are_refused(engine):
         await engine.generate(request(1, "x", parent_context_id=5))
 
 
-async def test_what_it_registers_with(engine):
+async def test_the_registered_engine_info(engine):
     info = engine.engine_info()
     assert info.engine_type is EngineType.SIM
     assert (info.engine_name, info.model) == ("sim:9001", "sim")
@@ -237,14 +237,14 @@ async def test_what_it_registers_with(engine):
     assert engine.tokenizer().vocab_size == VOCAB_SIZE
 
 
-async def test_reset_makes_ids_new(engine):
+async def test_ids_can_be_used_again_after_a_reset(engine):
     await engine.generate(request(1, "hello"))
     await engine.reset()
     answer = await engine.generate(request(1, "hello"))
     assert answer.usage.computed_tokens == 5
 
 
-async def test_closing_fails_what_is_unfinished(timed):
+async def test_closing_fails_unfinished_requests(timed):
     service, clock = timed
     task = asyncio.ensure_future(service.generate(request(1, "hello", length=1000)))
     await clock.advance(5.0)
@@ -256,7 +256,7 @@ async def test_closing_fails_what_is_unfinished(timed):
     await service.close()
 
 
-async def test_before_start_it_is_loading():
+async def test_before_its_start_the_service_is_loading():
     service = SimService(SimConfig())
     with pytest.raises(Unavailable, match="loading"):
         await service.fill(FillRequest(context_id=1, token_ids=[1]))
@@ -264,7 +264,7 @@ async def test_before_start_it_is_loading():
     await service.close()
 
 
-async def test_sampled_texts_differ_in_each_run_and_others_do_not() -> None:
+async def test_only_sampled_outputs_without_a_seed_differ() -> None:
     service = SimService(SimConfig(instance=ZERO | {"samples": True}))
     await service.start()
 

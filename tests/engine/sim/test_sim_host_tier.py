@@ -1,5 +1,5 @@
-"""A simulated engine with a host tier, in virtual time: copies take the time that they are said to
-take, and nobody waits for those of others."""
+"""A simulated engine with a host tier, in virtual time. Copies take the configured time, and other
+requests do not wait for them."""
 
 import asyncio
 
@@ -40,8 +40,9 @@ async def ask(engine: SimService, context_id: int, text: str, length: int = 1) -
     return answer.usage
 
 
-async def return_after_others(engine: SimService) -> tuple[float, Usage]:
-    """Seconds of a turn whose KV others have driven off the device."""
+async def returning_turn(engine: SimService) -> tuple[float, Usage]:
+    """A turn after another context has evicted the KV of the previous turn. Returns its seconds and
+    usage."""
     await engine.start()
     await ask(engine, 1, "a" * 640)
     await asyncio.sleep(1.0)
@@ -54,10 +55,10 @@ async def return_after_others(engine: SimService) -> tuple[float, Usage]:
     return seconds, usage
 
 
-def test_kv_comes_back_in_the_time_of_its_copy():
+def test_kv_is_loaded_in_the_time_of_its_copy():
     async def main():
         engine = make(num_host_kv_blocks=200)
-        seconds, usage = await return_after_others(engine)
+        seconds, usage = await returning_turn(engine)
         info = engine.runtime_info()
         await engine.close()
         assert usage.cached_tokens == 640
@@ -87,10 +88,10 @@ def test_kv_comes_back_in_the_time_of_its_copy():
     run_virtual(main())
 
 
-def test_without_a_host_tier_it_is_computed_again():
+def test_without_a_host_tier_kv_is_computed_again():
     async def main():
         engine = make()
-        seconds, usage = await return_after_others(engine)
+        seconds, usage = await returning_turn(engine)
         assert usage.computed_tokens >= 600
         assert usage.host_tokens == 0
         assert seconds >= 0.6
@@ -100,7 +101,7 @@ def test_without_a_host_tier_it_is_computed_again():
     run_virtual(main())
 
 
-def test_others_are_served_while_kv_comes_back():
+def test_other_requests_are_served_while_kv_is_loaded():
     async def main():
         engine = make(num_host_kv_blocks=200, host_token_s=1e-4)
         await engine.start()

@@ -136,7 +136,7 @@ def test_kv_of_a_freed_context_is_loaded_for_its_salt_only():
 def test_copies_survive_a_registration_also_in_flight():
     harness = Tiered(num_host_blocks=512)
     for turn in range(100):
-        harness.runner.max_looks = turn % 5
+        harness.runner.max_polls = turn % 5
         answer = harness.fill(piece(1, "abcdefghi"), cache_salt="me")
         stranger = harness.fill(piece(2, "abcdefghi"), cache_salt=f"stranger {turn}")
         if turn % 2:
@@ -158,7 +158,7 @@ def test_other_jobs_run_while_one_waits_for_a_load():
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
     fill_the_device(harness)
-    harness.runner.min_looks = 8
+    harness.runner.min_polls = 8
     waiting = harness.generate(piece(1, "x"), length=2)
     other = harness.generate(piece(2, "abc"), length=2)
     harness.step()
@@ -208,7 +208,7 @@ def test_a_job_that_ends_while_its_kv_is_loading():
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
     fill_the_device(harness)
-    harness.runner.max_looks = 4
+    harness.runner.max_polls = 4
     harness.generate(piece(1, "x"), length=2)
     harness.step()
     harness.free(1)
@@ -263,7 +263,7 @@ def test_copies_of_blocks_in_use_are_evicted_first():
 
 def test_a_block_that_is_evicted_without_a_copy_is_copied_before_it_is_written():
     harness = Tiered(num_blocks=8, block_bytes=256 << 20)  # Two may be in flight.
-    harness.runner.min_looks = 5
+    harness.runner.min_polls = 5
     harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyzabcdef"))
     harness.step()
     harness.free(1)
@@ -324,7 +324,7 @@ def test_kv_that_may_be_wrong_is_not_used_after_its_load():
     keys = list(harness.context(1).keys)
     harness.free(1)
     fill_the_device(harness)
-    harness.runner.min_looks = 3
+    harness.runner.min_polls = 3
     harness.generate(piece(3, "xyz"), length=8)  # While it runs, nothing waits for the load.
     answer = harness.generate(piece(2, "abcdefghi"), length=1)
     harness.step()
@@ -352,7 +352,7 @@ def test_kv_on_the_gpu_is_not_loaded():
 
 def test_the_bytes_in_flight_are_bounded():
     harness = Tiered(block_bytes=256 << 20)
-    harness.runner.max_looks = 3
+    harness.runner.max_polls = 3
     harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyz"))
     while harness.step():
         on_their_way = [f for f in harness.runner.flights if f.transfer.to_host]

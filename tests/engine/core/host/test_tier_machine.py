@@ -25,15 +25,15 @@ class TieredMachine(EngineMachine):
     runner_type: ClassVar = TieredRunner
     num_host_blocks: ClassVar = 9
 
-    @initialize(seed=st.integers(0, 99), max_looks=st.sampled_from([0, 1, 6]))
-    def be_slow(self, seed, max_looks):
-        self.slowness = (seed, max_looks)
+    @initialize(seed=st.integers(0, 99), max_polls=st.sampled_from([0, 1, 6]))
+    def be_slow(self, seed, max_polls):
+        self.slowness = (seed, max_polls)
 
-    @precondition(lambda self: self.runner.max_looks == 0)
+    @precondition(lambda self: self.runner.max_polls == 0)
     @rule(fail_every=st.sampled_from([None, None, 1, 3]))
     def configure(self, fail_every):
         self.runner.rng = random.Random(self.slowness[0])
-        self.runner.max_looks = self.slowness[1]
+        self.runner.max_polls = self.slowness[1]
         self.runner.fail_every = fail_every
 
     @rule(num=st.integers(1, 6))

@@ -67,17 +67,17 @@ class Rank:
 
 
 class World:
-    """Random steps and transfers, as a core may request them.
+    """Random steps and transfers, within the limits of a core.
 
-    `_content` is the number in each block and `_held` the number in each host slot, once all
-    transfers have finished. No step or transfer uses blocks and slots that a running transfer
-    writes. Slots that a running transfer reads are not written, but blocks that it reads may be."""
+    Steps and transfers do not use blocks and slots that a running transfer writes. Slots that a
+    running transfer reads are not written."""
 
     def __init__(self, seed: int) -> None:
         self._rng = random.Random(seed)
         self._messages: deque[Any] = deque()
         self._first, self._other = Rank(1, DelayedUnit(self._messages)), Rank(-1, None)
         self._reader = StepReader()
+        # The numbers in blocks and in host slots after all running transfers.
         self._content: Contents = dict.fromkeys(range(NUM_BLOCKS), 0.0)
         self._held: Contents = {}
         self._under_way: dict[int, tuple[Transfer, list[float]]] = {}
@@ -94,9 +94,9 @@ class World:
             self.poll()
         self.step(range(NUM_BLOCKS), ())
         self.deliver()
-        while LateStream.any_goes_on():
+        while LateStream.run_any():
             pass
-        assert LateStream.all_are_done()
+        assert LateStream.all_done()
 
     def step(self, read: Iterable[int] | None = None, written: Iterable[int] | None = None) -> None:
         """Some blocks are read, then some are written, by tokens or by a copy."""
@@ -167,7 +167,7 @@ class World:
     def wait(self) -> None:
         LateStream.change_paces()
         for _ in range(self._rng.randint(1, 12)):
-            LateStream.any_goes_on()
+            LateStream.run_any()
 
     def _used(self, *, to_host: bool) -> set[int]:
         """The blocks of transfers in this direction."""
