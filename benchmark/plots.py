@@ -1,4 +1,4 @@
-"""The pictures of docs/, drawn from the result files, and one of any runs; needs matplotlib.
+"""Draws the pictures of docs/ from the result files, and one from any runs; needs matplotlib.
 
 python -m benchmark.plots
 """
@@ -27,7 +27,7 @@ def lines(axes: Axes, points: Mapping[str, Iterable[tuple[float, float]]]) -> No
 
 
 def bars(axes: Axes, names: Sequence[str], arms: Mapping[str, Sequence[float]]) -> None:
-    """Groups of bars side by side, one of each arm."""
+    """Groups of bars, with one bar for each arm."""
     width = 0.81 / len(arms)
     for i, (label, heights) in enumerate(arms.items()):
         places = [place + (i - (len(arms) - 1) / 2) * width for place in range(len(names))]
@@ -39,7 +39,7 @@ def bars(axes: Axes, names: Sequence[str], arms: Mapping[str, Sequence[float]]) 
 
 
 def scheduler() -> None:
-    """CPU of a placement by queued tasks, and by engines."""
+    """CPU time of a placement by queued tasks, and by engines."""
     curves = load("scheduler_curves.json")
     phases = {
         "first_round": "all engines idle",
@@ -80,7 +80,7 @@ def engine_gpu() -> None:
 
 
 def kernels() -> None:
-    """Speed-up by batch and shared tokens, every cell against FlashInfer, ratios to the floor."""
+    """Speed-up by batch and shared tokens, comparison with FlashInfer, and ratios to the floor."""
     grid, cells = load("kernels_table_h200.json")["grid"], load("kernels_h200.json")["cells"]
     figure, panels = plt.subplots(2, 2, figsize=(13, 9.5), layout="constrained")
     for axes, kv_heads in zip(panels[0], (8, 32), strict=True):
@@ -121,7 +121,7 @@ def draw_speedup(axes: Axes, rows: Sequence[Row], kv_heads: int) -> None:
 
 
 def applications(paths: Sequence[Path], output: Path) -> None:
-    """Mean completion times by case and setting, over the repetitions; a panel each workload."""
+    """Mean completion times by case and setting, over the repetitions; one panel per workload."""
     runs = [run for path in paths for run in json.loads(path.read_text())["runs"]]
     workloads = list(dict.fromkeys(run["workload"] for run in runs))
     columns = min(len(workloads), COLUMNS)
@@ -143,8 +143,8 @@ def applications(paths: Sequence[Path], output: Path) -> None:
 
 
 def mean_seconds(runs: Sequence[Row], case: str, setting: str) -> float:
-    """The mean completion time of the application itself: the first kind of job that is no chat. 0
-    where all runs failed."""
+    """The mean completion time of the application itself: the first kind of job that is not a chat.
+    0 if all runs failed."""
     found = []
     for run in runs:
         if (run["case"], run["setting"]) == (case, setting):

@@ -2,13 +2,12 @@
 
 A benchmark is a module with two functions, and a last line that calls `run(__name__)`:
 
-    arguments(parser)       adds its options; `--output` and `--commit` are there already
-    measure(args, report)   fills the report, which is written even if it raises; rows that are
-                            `add`ed are shown and written as they come
+    arguments(parser)       adds its options, except `--output` and `--commit`
+    measure(args, report)   fills the report, which is written even if it raises; each row that is
+                            `add`ed is shown and written at once
 
-Files from before reports had a provenance are listed in `results/history.json`, with what is known
-of them: the commit that last changed the file, the command that measures the same today, and why
-its figures are history, if they are.
+Older files have no provenance. `results/history.json` lists them with the commit that last changed
+the file, the command that measures the same today, and, for outdated figures, the reason.
 """
 
 import argparse
@@ -32,14 +31,14 @@ HISTORY = RESULTS / "history.json"
 UNKNOWN = "unknown"
 
 _PACKAGES = ("torch", "triton", "vllm", "transformers", "fastapi", "uvicorn", "aiohttp", "pydantic")
-_DIGITS = 12  # of a hash
+_DIGITS = 12  # Digits of a hash that are kept.
 
 
 class Report(dict[str, Any]):
-    """The content of a result file. Its provenance is that of the moment when it is created."""
+    """The content of a result file. Its provenance is recorded when the report is created."""
 
     def __init__(self, path: Path | None, command: str, commit: str | None = None) -> None:
-        """`path`: None to write nothing. `commit`: given where there is no repository."""
+        """`path`: None to write nothing. `commit`: required if there is no repository."""
         super().__init__()
         self._path = path
         head, is_dirty = (commit, None) if commit else _commit()
@@ -55,7 +54,7 @@ class Report(dict[str, Any]):
         }
 
     def uses(self, name: str, config: Any) -> None:
-        """Record a config's hash: of a file's bytes for a path, else of the value as JSON."""
+        """Record a config's hash: the hash of a file's bytes, or of a value as JSON."""
         is_file = isinstance(config, Path)
         content = config.read_bytes() if is_file else json.dumps(config, sort_keys=True).encode()
         self["provenance"]["configs"][name] = hashlib.sha256(content).hexdigest()[:_DIGITS]
@@ -101,11 +100,11 @@ def parser_of(module: Any) -> argparse.ArgumentParser:
 
 def add_output(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
     parser.add_argument("--output", type=Path, default=default, help="the result file, JSON")
-    parser.add_argument("--commit", help="of this tree, where there is no git repository")
+    parser.add_argument("--commit", help="the commit of this tree, if there is no git repository")
 
 
 def load(name: str) -> dict[str, Any]:
-    """A result file by its name, with a provenance that says "unknown" where the file does not."""
+    """A result file by its name. Provenance that the file does not have is "unknown"."""
     content: dict[str, Any] = json.loads((RESULTS / name).read_text())
     if "provenance" not in content:
         known = {"command": UNKNOWN, "configs": UNKNOWN, "when": UNKNOWN, "device": UNKNOWN}

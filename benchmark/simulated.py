@@ -1,4 +1,4 @@
-"""What benchmarks on virtual time share: texts, engines, and ServeCore's settings."""
+"""Texts, engines and ServeCore settings of benchmarks on virtual time."""
 
 import random
 from pathlib import Path
@@ -14,12 +14,12 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz      "
 
 
 def words(draw: random.Random, size: int) -> str:
-    """A text of so many letters; a letter is a token of a `sim` engine."""
+    """A text of `size` letters. Each letter is a token of a `sim` engine."""
     return "".join(draw.choices(LETTERS, k=size))
 
 
 def core_config(**scheduler: Any) -> CoreConfig:
-    """A ServeCore that waits for ever, with these keys of its global scheduler."""
+    """A ServeCore without timeouts, with these keys of its global scheduler."""
     settings = GlobalSchedulerConfig.model_validate(scheduler)
     return PATIENT.model_copy(update={"global_scheduler": settings})
 
@@ -29,8 +29,8 @@ def sim_engine(path: Path) -> SimConfig:
 
 
 def changed(config: SimConfig, **changes: Any) -> SimConfig:
-    """The config with other values of these keys, written with dots. Raises `ValueError` for a key
-    that it has not."""
+    """The config with changed values of these keys, written with dots. Raises `ValueError` for an
+    unknown key."""
     payload = config.model_dump()
     for path, value in changes.items():
         *parents, name = path.split(".")

@@ -1,15 +1,15 @@
-"""What keeps agents' KV: recorded sessions replayed through ServeCore, each feature off and on.
+"""Which features keep agents' KV: recorded sessions replayed through ServeCore.
 
     python -m benchmark.agents.bench_replay --rows lru all --agents 16 32
     python -m benchmark.agents.bench_replay --scale 1 --agents 32
     python -m benchmark.agents.bench_replay --builtin FOLDER --rows all --agents 32    on a GPU
     python -m benchmark.agents.bench_replay --url http://localhost:9000 --model llama-3.1-8b
 
-The engine is an 8B on one H200, at `--scale` 0.25 with a quarter of the lengths, of the KV and of
-the host's memory. By itself it is simulated, on virtual time. `--builtin` runs the model in FOLDER
-(with random weights; its `config.json`, tokenizer and chat template are read) behind a ServeCore,
-as processes of their own and anew for each row. With `--url`, a service that runs somewhere is
-asked, which is one row: what it has on is its own affair.
+The engine serves an 8B model on one H200. At `--scale` 0.25, lengths, KV and CPU memory are a
+quarter. By default the engine is simulated on virtual time. `--builtin` starts ServeCore and the
+model in FOLDER as new processes for each row, with random weights and the folder's `config.json`,
+tokenizer and chat template. `--url` measures a running service as one row, with the features that
+are on there.
 """
 
 import argparse
@@ -30,11 +30,12 @@ from parrot.simulation import SimCluster, fixed, run_virtual
 from parrot.simulation.links import DistantTransport
 
 HOST_GIB = 100
-DEVICE_TOKENS, HOST_TOKENS = 860_000, 819_200  # of an H200 beside an 8B, and of HOST_GIB
+DEVICE_TOKENS, HOST_TOKENS = 860_000, 819_200  # KV on an H200 with an 8B model, and in HOST_GIB
 LOAD_TIMEOUT_S = 240.0
-_FP8_PROMPTS = 1.4  # times what prompts take without: then waits are those of agents_h200.json
-_BLOCK = 64  # tokens, of the builtin engine
-OUT_OF = 240_000  # tokens of the longest sessions
+# Prompts with KV in FP8 take this many times as long. With it, waits match agents_h200.json.
+_FP8_PROMPTS = 1.4
+_BLOCK = 64  # Tokens in a block of the builtin engine.
+OUT_OF = 240_000  # Tokens of the longest sessions.
 ROWS: dict[str, tuple[str, ...]] = {
     "lru": (),
     "next_use": ("next_use",),
@@ -51,11 +52,11 @@ the of and to in is that for it as was with be by on not he his but at are this 
 had an they which one you were all her she there would their we him been has when who will no
 more if out so up said what its about than into them can only other time new some could these
 two may first then do any like my now over such our man me even most made after also did many
-"""  # a token each, with the space before it, in the usual vocabularies
+"""  # In common vocabularies, each word with the space before it is one token.
 
 
 def english(draw: random.Random, num_tokens: int) -> str:
-    """A text of so many tokens in the usual vocabularies."""
+    """A text of `num_tokens` tokens in common vocabularies."""
     return " ".join(draw.choices(_COMMON.split(), k=num_tokens))
 
 
@@ -131,13 +132,13 @@ async def _ask(setup: Setup, url: str, model: str) -> dict[str, Any]:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--agents", type=int, nargs="+", default=[8, 16, 32, 48])
-    parser.add_argument("--scale", type=float, default=0.25, help="of all lengths, and of the KV")
+    parser.add_argument("--scale", type=float, default=0.25, help="scales all lengths and the KV")
     parser.add_argument("--max-len", type=int, help="tokens at which sessions end")
     parser.add_argument("--warm-up", type=float, default=210.0, help="seconds not counted")
     parser.add_argument("--duration", type=float, default=600.0, help="seconds in all")
-    parser.add_argument("--builtin", type=Path, help="a model's folder, on a GPU")
-    parser.add_argument("--url", help="of a running ServeCore, instead of simulated engines")
-    parser.add_argument("--model", default="llama-3.1-8b", help="which its engines serve")
+    parser.add_argument("--builtin", type=Path, help="a model folder, to run on a GPU")
+    parser.add_argument("--url", help="use a running ServeCore instead of simulated engines")
+    parser.add_argument("--model", default="llama-3.1-8b", help="the model at --url")
     parser.add_argument("--seed", type=int, default=11)
 
 

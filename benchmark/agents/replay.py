@@ -1,8 +1,8 @@
-"""Agents that replay recorded sessions: chats that grow, with a tool or a person in between.
+"""Agents that replay recorded sessions: growing chats with tool calls or users between turns.
 
-A seat has one agent after the other. An agent sends its whole history with every turn, as chat APIs
-want it, and waits before the next as long as was recorded. The first agent of a seat begins
-somewhere in the middle of its session, so that not all are young at once."""
+A seat runs one agent after the other. An agent sends its whole history with every turn, as chat
+APIs require, and then pauses as long as in the recording. The first agent of a seat begins in the
+middle of its session, so that agents have different ages."""
 
 import asyncio
 import json
@@ -18,17 +18,17 @@ from typing import Any, NamedTuple
 from parrot.protocol.transport import Transport
 
 RECORDED = Path(__file__).parent / "sessions.json"
-MIN_OUTPUT = 8  # tokens
-_LAST_STARTED = 20  # turns at a session's end in which no first agent begins
-_STAGGER = 0.1  # of the whole time, in which the first agents begin
+MIN_OUTPUT = 8  # The shortest output, in tokens.
+_LAST_STARTED = 20  # First agents do not begin in this many last turns of a session.
+_STAGGER = 0.1  # The first agents begin within this fraction of the duration.
 
 MakeText = Callable[[random.Random, int], str]
-"""Makes a text of about so many tokens."""
+"""Makes a text of about this number of tokens."""
 
 
 class Recorded(NamedTuple):
-    """A turn as it was recorded: tokens of its input, of its output, and of its input that the
-    input of the turn before began with, and the seconds between them."""
+    """A recorded turn: the tokens of its input, of its output, and of the prefix that its input
+    shares with the previous turn's input, and the seconds between the turns."""
 
     input: int
     output: int
@@ -38,8 +38,8 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """`scale`: of all lengths. Sessions end before `max_len` tokens; nobody waits for longer than
-    `max_wait_s` between turns. What begins in the first `warm_up_s` is not counted."""
+    """`scale` multiplies all lengths. Sessions end before `max_len` tokens. Pauses are at most
+    `max_wait_s`. Turns that begin in the first `warm_up_s` are not counted."""
 
     num_agents: int
     scale: float
@@ -52,7 +52,8 @@ class Setup:
 
 @dataclass(slots=True)
 class Turn:
-    """`first` and `end` None: not yet. `ideal`: tokens of its prompt that the turn before had."""
+    """`first` and `end` are None until they happen. `ideal`: prompt tokens that the previous turn
+    had computed."""
 
     seat: int
     start: float
@@ -79,7 +80,7 @@ class History:
         self.lengths.append(num_tokens)
 
     def rewind(self, num_tokens: int) -> None:
-        """Keep the first so many tokens."""
+        """Keep only the first `num_tokens` tokens."""
         while self.messages and self.num_tokens > num_tokens:
             message, length = self.messages.pop(), self.lengths.pop()
             if (rest := num_tokens - self.num_tokens) > 0:
@@ -93,7 +94,7 @@ def recorded_sessions() -> list[list[Recorded]]:
 
 
 class Replay:
-    """Asks `transport` for chat completions of `model`."""
+    """Sends chat completions for `model` to `transport`."""
 
     def __init__(self, setup: Setup, transport: Transport, model: str, text: MakeText) -> None:
         self.setup = setup
@@ -178,7 +179,7 @@ class Replay:
         return text
 
     def figures(self) -> dict[str, Any]:
-        """Of the turns that begin after the warm-up, first ones of sessions apart."""
+        """Figures of the turns after the warm-up; first turns of sessions are separate."""
         setup = self.setup
         begin, end = self._began + setup.warm_up_s, self._began + setup.duration_s
         counted = [turn for turn in self.turns if begin <= turn.start < end and turn.ideal]
@@ -200,9 +201,10 @@ class Replay:
         }
 
     def _waits(self, counted: list[Turn], end: float) -> list[float]:
-        """For each seat that has such turns, their mean seconds from asking to the first token,
-        with one that is still waiting. Turns from before the warm-up's end would count how all
-        began at once, and first ones of sessions how long they are."""
+        """The mean time to first token of each seat, in seconds, including a turn that still waits.
+
+        Turns from the warm-up are left out, since all agents began at once there. First turns are
+        left out, since their time depends on the session's initial length."""
         spent: dict[int, list[float]] = {}
         for turn in counted:
             spent.setdefault(turn.seat, []).append((turn.first or end) - turn.start)

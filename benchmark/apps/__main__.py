@@ -66,13 +66,15 @@ def _add_servers(run: argparse.ArgumentParser) -> None:
     servers.add_argument(
         "--sim", type=Path, nargs="?", const=Path(), metavar="CONFIG", help=simulate
     )
-    run.add_argument("--engines", type=int, help="how many (launch: copies of the configs)")
-    run.add_argument("--log-dir", type=Path, help="keep the servers' logs there")
+    run.add_argument(
+        "--engines", type=int, help="number of engines (launch: copies of the configs)"
+    )
+    run.add_argument("--log-dir", type=Path, help="keep the servers' logs in this folder")
     run.add_argument("--client-rtt", choices=NETWORKS, default="none")
     run.add_argument(
         "--open-sessions",
         action="store_true",
-        help="open sessions before a program's time counts, as connections are",
+        help="open sessions before a program's time counts, like connections",
     )
 
 
@@ -99,8 +101,8 @@ def _add_runs(run: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--repeat", type=int, default=1)
     run.add_argument("--seed", type=int, default=0)
-    run.add_argument("--time-limit", type=float, metavar="SECONDS", help="of one run")
-    run.add_argument("--budget", type=float, metavar="SECONDS", help="start no run after this")
+    run.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of one run")
+    run.add_argument("--budget", type=float, metavar="SECONDS", help="start no run after this time")
     warm_up = "one unrecorded run of the first workload"
     run.add_argument("--warm-up", action="store_true", help=warm_up)
     learn = "unrecorded requests before each run"

@@ -1,4 +1,4 @@
-"""ServeCore as programs use it, over a network with a delay, and its own counters."""
+"""A ServeCore client with a network delay, and ServeCore's counters."""
 
 import asyncio
 import random
@@ -49,7 +49,7 @@ def read_counters(page: str) -> Counters:
 
 
 def total(counters: Counters, name: str) -> float:
-    """The sum over the labels that `name` leaves open; it may end with the first of them."""
+    """The sum of the counters that start with `name`, which may include some labels."""
     return sum(value for key, value in counters.items() if key.startswith(name))
 
 
@@ -63,13 +63,13 @@ LAN_RTT_S = 0.3e-3
 WAN_FILE = Path(__file__).parent / "data" / "client_rtt_ms.txt"
 NETWORKS = ("none", "lan", "wan")
 
-_TIMER_RESOLUTION_S = 2e-3  # an event loop's timers come up to a millisecond late
+_TIMER_RESOLUTION_S = 2e-3  # Timers of an event loop fire up to a millisecond late.
 
 Sleep = Callable[[float], Awaitable[None]]
 
 
 async def exact_sleep(seconds: float) -> None:
-    """For delays that are shorter than the resolution of a timer."""
+    """Sleep exactly, also for less than the resolution of a timer."""
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds
     if seconds > _TIMER_RESOLUTION_S:
@@ -94,7 +94,7 @@ class DelayedNetwork(Network):
 
     @asynccontextmanager
     async def trip(self) -> AsyncIterator[float]:
-        """The block runs at the server. Gives the seconds of the way back."""
+        """The block runs at the server. Yields the seconds until the answer reaches the client."""
         way_s = self._rng.choice(self._samples_s) / 2
         if not way_s:
             yield 0.0

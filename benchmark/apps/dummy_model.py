@@ -1,4 +1,4 @@
-"""A model folder with random weights' tokenizer, for servers that load weights by themselves."""
+"""A model folder without weights, for servers that create random weights themselves."""
 
 import json
 import shutil

@@ -26,8 +26,8 @@ from parrot.protocol.serve_client import ServeClient
 from parrot.protocol.server_config import kept_token
 from parrot.simulation import SimCluster, fixed, run_virtual
 
-QUEUE_SIZE = 100_000  # a whole workload may be queued
-HEARTBEAT_S = 0.5  # so that engines soon find a restarted ServeCore
+QUEUE_SIZE = 100_000  # Large enough for a whole workload.
+HEARTBEAT_S = 0.5  # Short, so that engines soon find a restarted ServeCore.
 METRICS_BYTES = 16 << 20
 START_TIMEOUT_S = 600.0
 
@@ -36,8 +36,8 @@ Config = dict[str, Any]
 
 
 class Host(ABC):
-    """Starts the servers of a run. `forgets`: they have no memory of earlier runs. Otherwise each
-    setting needs its own texts, or it would find those of the setting before in a cache."""
+    """Starts the servers of a run. `forgets`: the servers keep no caches between runs. Otherwise
+    each setting needs its own texts, or it would hit caches of the previous setting."""
 
     forgets = False
 
@@ -46,11 +46,11 @@ class Host(ABC):
 
     @abstractmethod
     def tokenizer_json(self) -> str:
-        """Of the model that is served."""
+        """The tokenizer of the served model."""
 
     @abstractmethod
     def run(self, setting: Setting, measure: Measure, seed: int) -> Run:
-        """`seed`: of the network's delays."""
+        """`seed` determines the network's delays."""
 
     @abstractmethod
     def describe(self) -> Config:
@@ -118,7 +118,7 @@ class ClusterHost(Host):
         return HttpClient(url, bearer_token=kept_token(state_dir=None))
 
     def _renew(self, setting: Setting) -> None:
-        """Restart ServeCore with the setting's features, unless it is new and has them."""
+        """Restart ServeCore with the setting's features, unless it is unused and has them."""
         features = self._usual | dict(setting.overrides)
         if self._is_used or features != self._features:
             self.cluster.configs[CORE]["global_scheduler"] = self._features = features

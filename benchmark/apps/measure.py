@@ -19,7 +19,7 @@ from parrot.cli.bench.requests import lengths_256, request
 from parrot.cli.bench.text import TextSource
 from parrot.cli.bench.workloads import WORKLOADS, parse_workload
 
-_WARM_UP = -1  # the repetition that is not recorded
+_WARM_UP = -1  # The number of the repetition that is not recorded.
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Case:
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
-    """Raises `ValueError` for arguments that make no sense."""
+    """Raises `ValueError` for invalid arguments."""
     settings = [parse_setting(text) for text in args.compare]
     cases = [parse_case(text, args.scale) for text in args.workloads]
     with _host(args) as host:
@@ -52,7 +52,7 @@ def parse_case(text: str, factor: float) -> Case:
 
 
 class Runs:
-    """Keeps the report, which is written after each run, and the time."""
+    """All runs of a command. Writes the report after each run, and enforces the time budget."""
 
     def __init__(
         self, args: argparse.Namespace, host: Host, text: TextSource, report: Report
@@ -103,7 +103,7 @@ class Runs:
 
     def _measure(self, case: Case, setting: Setting, place: int, repeat: int) -> Run:
         """All settings get the same lengths and arrivals in one repetition. They get different
-        words where a server would have cached those of the setting before."""
+        words if a server would have cached the words of the previous setting."""
         args = self._args
         text = self._text.of_side(0 if self._host.forgets else place).salted((args.seed, repeat))
         plan = case.workload.plan(text, args.seed + repeat)

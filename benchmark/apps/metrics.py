@@ -17,13 +17,13 @@ from parrot.cli.bench.requests import chat_job
 from parrot.cli.bench.text import PromptText, TextSource
 from parrot.simulation.report import percentile
 
-BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50  # tokens
+BYSTANDER_PROMPT, BYSTANDER_OUTPUT = 100, 50  # Tokens.
 
 
 @dataclass(frozen=True, slots=True)
 class Bystanders:
-    """Small chats of other users, a Poisson stream during a run. `alone_s`: how long they are
-    measured before the jobs start, for comparison."""
+    """Small chats of other users, a Poisson stream during a run. For comparison, they are also
+    measured for `alone_s` before the jobs start."""
 
     text: TextSource
     rate: float
@@ -44,8 +44,8 @@ class Bystanders:
 
 @dataclass(slots=True)
 class Run:
-    """`began`: the start of the first job, in the loop's time. `seconds`: from there to the end of
-    the last job. `counters`: their increase in this time."""
+    """`began`: the start of the first job, in the loop's time. `seconds`: from the start of the
+    first job to the end of the last. `counters`: their increase in this time."""
 
     jobs: list[JobResult] = field(default_factory=list)
     chats: list[JobResult] = field(default_factory=list)
@@ -95,8 +95,8 @@ async def run_plan(
 
 
 def unique_prompt_tokens(calls: Iterable[ProgramCall]) -> int:
-    """The prompt tokens that a server with an unlimited cache would compute: each prefix of pieces
-    once, and no generated text."""
+    """The prompt tokens that a server with an unlimited cache would compute: each prefix once, and
+    no generated text."""
     prefixes: dict[int, int] = {}
     generated: set[int] = set()
     for call in calls:
@@ -156,8 +156,8 @@ def summarise(run: Run) -> Figures:
 
 
 def _tokens(run: Run) -> Figures:
-    """`unique`: prompt tokens that must be computed at least once. `recomputed`: the other tokens
-    that were computed, also ahead of their call. None: the server does not count them."""
+    """`unique`: prompt tokens that must be computed at least once. `recomputed`: all other computed
+    tokens, including eager fill. None: the server does not count them."""
     usages = list(chain.from_iterable(job.account.usages for job in run.jobs))
     calls = list(chain.from_iterable(job.account.calls for job in run.jobs))
     prompt = sum(usage.prompt_tokens for usage in usages)
@@ -204,8 +204,8 @@ def key_figures(figures: Figures) -> dict[str, float]:
 
 def ratios(runs: list[Figures]) -> list[Figures]:
     """For each case and each setting after the first: its key figures over those of the first
-    setting in the same repetition. Above 1, the first setting is better. Median, least and greatest
-    over the repetitions."""
+    setting in the same repetition. Above 1, the first setting is better. Median, minimum and
+    maximum over the repetitions."""
     found: list[Figures] = []
     for case in dict.fromkeys(run["case"] for run in runs):
         mine = [run for run in runs if run["case"] == case]

@@ -10,7 +10,7 @@ from parrot.serve.config import GlobalSchedulerConfig
 ENGINE = "engine."
 STYLES = ("parrot", "requests")
 
-# Where a feature is a choice of rules, "off" is the first of these that exists.
+# If a feature is a choice of rules, "off" is the first of these that the feature has.
 _PLAIN = ("fcfs", "lru", "off", "none")
 
 
@@ -31,7 +31,7 @@ class Setting:
 
 
 def features() -> dict[str, Any]:
-    """Each switchable feature with the value that switches it off."""
+    """Each feature that can be switched, with the value that switches it off."""
     found: dict[str, Any] = {}
     for name, field in GlobalSchedulerConfig.model_fields.items():
         if field.annotation is bool:

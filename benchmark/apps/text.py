@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 _WORD = re.compile(r"[a-z]{3,8}")
 _MAX_WORDS = 4096
-_TRIAL = 64  # words checked at once
+_TRIAL = 64  # Words that are checked together.
 
 
 def one_token_words(tokenizer_json: str, seed: int = 0) -> list[str]:
@@ -29,7 +29,7 @@ def one_token_words(tokenizer_json: str, seed: int = 0) -> list[str]:
 
 
 def _word_candidates(tokenizer: Tokenizer) -> list[str]:
-    """Words of letters that the vocabulary has with a space before them, as any family marks it."""
+    """Words of letters that the vocabulary has with a space before them, in any model family."""
     tokens = sorted(tokenizer.get_vocab())
     return [
         " " + token[1:]

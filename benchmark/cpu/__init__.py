@@ -1,1 +1,1 @@
-"""Speed on a CPU that others use, too."""
+"""Benchmarks on a CPU that is shared with other programs."""

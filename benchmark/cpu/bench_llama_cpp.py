@@ -1,11 +1,11 @@
-"""Prompts and decoding of the builtin engine on a CPU, in turns with llama.cpp on the same GGUF.
+"""Prompts and decoding of the builtin engine on a CPU, compared with llama.cpp on the same GGUF.
 
     LLAMA_CPP_PYTHON=VENV/bin/python python -m benchmark.cpu.bench_llama_cpp
 
-VENV has llama-cpp-python, built for this machine. Both compute prompts of random tokens in chunks
-of 512 and then decode greedily, one after the other, round by round; while one works the other
-waits for input. Beside the time on the clock there are tokens per second of CPU time, all threads
-together: other processes on the machine change those far less. Figures are medians.
+VENV has llama-cpp-python, built for this machine. The two take turns: each computes prompts of
+random tokens in chunks of 512 and then decodes greedily, while the other waits for input. Figures
+are medians, of wall time and of CPU time summed over all threads. CPU time depends far less on
+other processes of the machine.
 """
 
 import argparse
@@ -48,11 +48,11 @@ for line in sys.stdin:
 """
 
 Times = list[list[float]]
-"""On the clock and of the CPU: before the prompt, after its first token, after the last one."""
+"""Wall time and CPU time: before the prompt, after its first token, and after the last token."""
 
 
 class LlamaCpp:
-    """A process of another interpreter; `close` ends it."""
+    """A process with another Python interpreter. `close` ends it."""
 
     def __init__(self, python: str, model: str, threads: int, context: int) -> None:
         command = [python, "-c", LLAMA, model, str(threads), str(context), str(CHUNK)]
@@ -106,10 +106,12 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     instance = {"num_kv_cache_blocks": 1024, "num_threads": args.threads}
     config = BuiltinConfig.model_validate({"model": args.model, "instance": instance})
     runner = load_runner(config).runner
-    assert isinstance(runner, ModelRunner), "this is about CPUs"
+    assert isinstance(runner, ModelRunner), "this benchmark is for CPUs"
     arms = {"parrot": lambda prompt: parrot_times(runner, prompt, args.decode)}
     llama = None
-    if python := os.environ.get("LLAMA_CPP_PYTHON"):  # else only the builtin engine is measured
+    if python := os.environ.get(
+        "LLAMA_CPP_PYTHON"
+    ):  # Without it, only the builtin engine is measured.
         path = open_checkpoint(args.model).source
         llama = LlamaCpp(python, path, args.threads, max(args.prompts) + args.decode + 8)
         arms["llama.cpp"] = lambda prompt: llama.times(prompt, args.decode)
@@ -117,7 +119,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     try:
         for length in args.prompts:
             rates: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-            for round_number in range(args.rounds + 1):  # the first one warms up
+            for round_number in range(args.rounds + 1):  # The first round warms up.
                 prompt = [numbers.randrange(100, 20_000) for _ in range(length)]
                 for name, arm in arms.items():
                     found = rates_of(arm(prompt), length, args.decode)

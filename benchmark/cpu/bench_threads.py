@@ -1,11 +1,12 @@
-"""What adapting the number of threads gives on a CPU that other processes use, too.
+"""The gain of an adaptive number of threads on a CPU that is shared with other processes.
 
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python -m benchmark.cpu.bench_threads
 
-In each scene (idle; processes that use a core each; as many that use a third of one, as ServeCore
-and a program do), the same decoding is timed with fixed numbers of threads and with the engine's
-own choice, round by round, so that all arms meet the same moments. The choice keeps what it has
-learnt from scene to scene, as it would in a server; a scene's first round is not counted.
+There are three scenes: an idle CPU, processes that use a core each, and processes that use a third
+of a core each, like ServeCore and a program. In each scene the same decoding is timed with fixed
+numbers of threads and with the engine's own choice. They take turns, so that all see the same
+load. The engine's choice keeps its state from scene to scene, as in a server. The first round of a
+scene is not counted.
 """
 
 import argparse
@@ -38,7 +39,7 @@ NUM_BLOCKS = 1024
 
 @contextmanager
 def beside(program: str, count: int) -> Iterator[None]:
-    """Run so many processes meanwhile."""
+    """Run `count` of these processes during the block."""
     with ExitStack() as stack:
         for _ in range(count):
             process = stack.enter_context(subprocess.Popen([sys.executable, "-c", program]))

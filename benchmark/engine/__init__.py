@@ -1,1 +1,1 @@
-"""Measurements of the builtin engine: on a CPU, on a GPU, and of its control half alone."""
+"""Benchmarks of the builtin engine: on a CPU, on a GPU, and of the engine core without a model."""

@@ -2,10 +2,10 @@
 
     OMP_WAIT_POLICY=PASSIVE GOMP_SPINCOUNT=10000 python -m benchmark.engine.bench_cpu
 
-Everything runs in one process and alternates, round by round, so that a slow moment of the machine
-hits all arms alike; ratios are medians of the ratios within a round. Prompts are random tokens; the
-first token (the prompt's computation) is not timed. The variables are what `parrot.engine` sets for
-a server; here torch is loaded first.
+All arms run in one process and take turns, so that a slow phase of the machine affects all of them.
+Ratios are medians of the ratios within a round. Prompts are random tokens. The first token is not
+timed, since it includes the prompt's computation. `parrot.engine` sets these environment variables
+for a server. Here they must be set outside, because torch is loaded first.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Load:
 
 
 def parrot_rate(runner: ModelRunner, load: Load, shared: int = 0) -> float:
-    """Tokens per second of decoding; with `shared`, all are forks of one context."""
+    """Decoded tokens per second. With `shared`, all sequences are forks of one context."""
     driver = Driver(runner)
     prompts = load.prompts(shared)
     contexts = [driver.context(prompt) for prompt in prompts]
@@ -82,7 +82,7 @@ def transformers_rate(model: Any, load: Load) -> float:
 
 
 def twin_of(model: str, dtype: torch.dtype) -> Any:
-    """transformers' model with the weights that the engine uses."""
+    """A transformers model with the engine's weights."""
     checkpoint = open_checkpoint(model)
     config = transformers.AutoConfig.for_model("llama", **checkpoint.config)
     twin = transformers.LlamaForCausalLM(config)
@@ -93,7 +93,7 @@ def twin_of(model: str, dtype: torch.dtype) -> Any:
 
 
 def arms_of(args: argparse.Namespace, dtype: str) -> dict[str, Callable[[], float]]:
-    """What is timed, tokens per second, by name."""
+    """The timed functions by name. Each returns tokens per second."""
     instance = {"num_kv_cache_blocks": 4096, "num_threads": args.threads}
     runner = load_runner(
         BuiltinConfig.model_validate({"model": args.model, "dtype": dtype, "instance": instance})
@@ -147,7 +147,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     arms = {name: arm for dtype in args.dtypes for name, arm in arms_of(args, dtype).items()}
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    for round_number in range(args.rounds + 1):  # the first one warms up
+    for round_number in range(args.rounds + 1):  # The first round warms up.
         for name, arm in arms.items():
             rate = arm()
             if round_number:

@@ -1,22 +1,22 @@
-"""What drafts bring: tokens of edited files and of new text, with drafts and without, in turns.
+"""The gain of drafts: tokens of edited files and of new text, with and without drafts, in turns.
 
     python -m benchmark.engine.drafting.edit_pairs PAIRS.json
     python -m benchmark.engine.bench_drafts PAIRS.json --model llama-3.1-8b \\
         --output benchmark/results/drafts_h200.json
 
-With random weights nothing would ever be accepted, so the targets are forced: the model computes
-all that it would, and then the token that is chosen is the next one of a given text. `edit`: the
-prompt is a file before a commit and the text is the file after it. `new`: the text is another file.
-Measured is the time from when all outputs have begun until the first ends, while all sequences run;
-every other pair of runs begins with the one that drafts.
+With random weights no draft would ever be accepted, so outputs are forced: the model computes its
+usual work, and then the next token of a given text is chosen. In `edit` the prompt is a file before
+a commit, and the text is the file after the commit. In `new` the text is another file. The measured
+time starts when all outputs have begun and ends when the first output ends. Every second pair of
+runs begins with the run with drafts.
 
-`refine_loop` and `multi_agent` are the calls of the applications of these names, whole: a text that
-is edited eight times, and 16 files that are written, then reviewed and revised three times. The
-versions of a file are those of a pair, in turns; designs and reviews are new text. Measured are
-seconds, of all calls and of those that revise.
+`refine_loop` and `multi_agent` are all calls of these applications: a text that is edited eight
+times, and 16 files that are written, then reviewed and revised three times. The versions of a file
+alternate between the two texts of a pair. Designs and reviews are new text. The figures are seconds
+of all calls and of the revising calls.
 
-`--simulate` foretells all of it in virtual time, without a device (drafting/device.py): what pays
-is decided by the engine's own code, and steps take what they were measured to take.
+`--simulate` predicts all figures in virtual time, without a GPU (drafting/device.py). The engine's
+own code decides when to draft, and steps take their measured times.
 """
 
 import argparse
@@ -52,7 +52,7 @@ from parrot.utils.clock import Clock, MonotonicClock
 
 
 class ForcedRunner:
-    """A plain runner whose choices are replaced."""
+    """A plain runner whose chosen tokens are replaced."""
 
     def __init__(self, runner: Any, targets: Targets) -> None:
         self._runner = runner
@@ -69,8 +69,8 @@ class ForcedRunner:
 
 
 class ForcingLanding:
-    """Replaces a step's tokens where they are, on the device, before they go anywhere; once the
-    model's kernels are launched, so that the device does not wait for it."""
+    """Replaces a step's tokens on the device before any other use. This happens after the launch of
+    the model's kernels, so that the device does not wait."""
 
     def __init__(
         self, landing: Landing, targets: Targets, specs: Sequence[SampleSpec | None]
@@ -126,7 +126,7 @@ class Bench:
         self.language = Language.of(tokenizer)
         self.runner = runner
         gc.collect()
-        gc.freeze()  # as an engine does
+        gc.freeze()  # As in an engine.
         if isinstance(runner, CudaRunner):
             runner.warm_up()
             force(runner, self.targets)
@@ -141,8 +141,8 @@ class Bench:
     def _submit(
         self, core: EngineCore, tasks: Sequence[Task], *, are_filled: bool = False
     ) -> list[list[Any]]:
-        """What comes of each. `are_filled`: of all but a token of each prompt, the KV is computed
-        before any output begins."""
+        """The results by task. `are_filled`: the KV of each prompt, except its last token, is
+        computed before any output begins."""
         if are_filled:
             for key, task in enumerate(tasks, self.num_requests + 1):
                 fill = EngineRequest(-key, (Piece(key, array("i", task.prompt[:-1])),))
@@ -169,7 +169,7 @@ class Bench:
         return outcomes
 
     def measured(self, tasks: Sequence[Task], max_draft: int) -> dict[str, float]:
-        """One run; times in milliseconds."""
+        """The figures of one run, with times in milliseconds."""
         core = self._core(max_draft)
         first = self.num_requests
         outcomes = self._submit(core, tasks, are_filled=True)
@@ -195,7 +195,7 @@ class Bench:
         }
 
     def _seconds(self, rounds: Sequence[Round], max_draft: int) -> dict[str, float]:
-        """Those of the rounds of each name."""
+        """The seconds of each kind of round."""
         core = self._core(max_draft)
         seconds = dict.fromkeys([name for name, _ in rounds], 0.0)
         for name, tasks in rounds:
@@ -207,7 +207,7 @@ class Bench:
         return seconds
 
     def _turns(self) -> list[int]:
-        """The longest draft of each run."""
+        """The maximum draft length of each run."""
         pair = [0, self.args.max_draft]
         return [n for number in range(self.args.repeats) for n in pair[:: 1 - number % 2 * 2]]
 
@@ -232,7 +232,7 @@ class Bench:
     def row(self, pairs: Sequence[EditPair], case: str, batch: int) -> dict[str, Any]:
         tasks = tasks_of(pairs, case, batch, self.args.length, self.tokenizer)
         found: dict[int, list[dict[str, float]]] = {0: [], self.args.max_draft: []}
-        self.measured(tasks, self.args.max_draft)  # warm
+        self.measured(tasks, self.args.max_draft)  # Warm up.
         for max_draft in self._turns():
             found[max_draft].append(self.measured(tasks, max_draft))
         off, on = [
@@ -271,7 +271,7 @@ def _num_tokens(outcomes: Sequence[Sequence[Any]]) -> int:
 
 
 def _response(outcome: Sequence[Any]) -> Any:
-    """The whole response, once it is there."""
+    """The whole response, after it has finished."""
     if outcome and not isinstance(outcome[-1], StreamChunk):
         assert isinstance(outcome[-1], GenerateResponse), outcome[-1]
         return outcome[-1]
@@ -279,19 +279,21 @@ def _response(outcome: Sequence[Any]) -> Any:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pairs", type=Path, help="made by benchmark.engine.drafting.edit_pairs")
+    parser.add_argument("pairs", type=Path, help="a file from benchmark.engine.drafting.edit_pairs")
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument(
         "--tokenizer", type=Path, help="a tokenizer.json; default: the embedded model's"
     )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--simulate", action="store_true", help="in virtual time, without a device")
+    parser.add_argument(
+        "--simulate", action="store_true", help="simulate in virtual time, without a GPU"
+    )
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--cases", nargs="*", choices=["edit", "new"], default=["edit", "new"])
     parser.add_argument(
         "--applications", nargs="*", choices=[*APPLICATIONS], default=[*APPLICATIONS]
     )
-    parser.add_argument("--length", type=int, default=512, help="tokens of a target, at most")
+    parser.add_argument("--length", type=int, default=512, help="the maximum tokens of a target")
     parser.add_argument("--max-draft", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=3)
 

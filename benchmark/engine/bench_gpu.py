@@ -2,12 +2,11 @@
 
     python -m benchmark.engine.bench_gpu [--models qwen3-0.6b ...] [--parts decode http ...]
 
-Parts: `decode`, `prefill` and `mixed` (a part of a prompt beside decodes) run steps in this
-process, without an engine around them; `load256`
-runs the engine core without HTTP; `http` starts the engine's server and asks it from here. Floors:
-weights and unique KV once at the copy rate of an H200, or the arithmetic at its matrix rate.
-Nothing is drafted, so that a step gives each sequence one token (`bench_drafts` measures drafts).
-Contexts of `decode` begin with random KV.
+Parts: `decode`, `prefill` and `mixed` (a prompt chunk next to decodes) run steps in this process
+without an engine. `load256` runs the engine core without HTTP. `http` starts the engine's server
+and sends requests to it. A floor is the time to read weights and unique KV once at the copy rate of
+an H200, or to compute all products at its peak rate. Drafts are off, so that a step gives each
+sequence one token (`bench_drafts` measures drafts). Contexts of `decode` begin with random KV.
 """
 
 import argparse
@@ -77,7 +76,8 @@ def config_of(
             "scheduler": {
                 "max_batch_size": 256,
                 "max_num_batched_tokens": 8192,
-                "max_draft_tokens": 0,  # drafts guess what models with random weights repeat
+                # Models with random weights repeat themselves, which drafts would guess.
+                "max_draft_tokens": 0,
             },
             "instance": {
                 "load_format": "dummy",
@@ -91,7 +91,7 @@ def config_of(
 
 
 def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
-    """The runner with random KV in its pool, which contexts of `decode` begin with."""
+    """The runner with random KV in its pool, for the contexts of `decode`."""
     runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, CudaRunner)
     cache = runner._cache
@@ -99,14 +99,14 @@ def load_cuda(config: BuiltinConfig) -> tuple[CudaRunner, TokenizerResponse]:
         if not cache.exponents:
             layer.normal_()
         else:
-            layer.random_(0, 256).bitwise_and_(0xBF)  # numbers up to 1.9, of both signs
+            layer.random_(0, 256).bitwise_and_(0xBF)  # Numbers from -1.9 to 1.9.
     for exponents in cache.exponents:
         exponents.fill_(127)
     return runner, tokenizer
 
 
 def run_ms(runner: CudaRunner, plans: Iterable[StepPlan]) -> list[float]:
-    """Milliseconds of each step, plan in, tokens out."""
+    """Milliseconds of each step, from the plan to the tokens."""
     times = []
     for plan in plans:
         began = time.perf_counter()
@@ -118,7 +118,7 @@ def run_ms(runner: CudaRunner, plans: Iterable[StepPlan]) -> list[float]:
 
 
 def bench_decode(runner: CudaRunner, case: Decode) -> Row:
-    """`ms`: a step as the engine core sees it. `gpu_ms`: its graph alone."""
+    """`ms`: a step as seen by the engine core. `gpu_ms`: its CUDA graph alone."""
     sequences = Sequences(case, runner.info)
     shared = runner.planner.num_shared_steps
     plans = (sequences.next_plan() for _ in range(WARM_STEPS + STEPS))
@@ -162,7 +162,7 @@ def bench_256(config: BuiltinConfig, runner: CudaRunner, tokenizer: TokenizerRes
     """All requests at once, greedy, through the engine core in this thread."""
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     times = []
-    for attempt in range(2):  # other tokens: nothing is cached
+    for attempt in range(2):  # Each attempt has new tokens, so that nothing is cached.
         requests = [
             (array("i", [token + attempt for token in prompt]), output)
             for prompt, output in requests_256()
@@ -203,7 +203,7 @@ def bench_model(config: BuiltinConfig, parts: list[str]) -> Iterator[Row]:
 
 
 async def bench_http(config: BuiltinConfig, report: Report) -> None:
-    """A server in a process of its own."""
+    """Run the engine's server as another process, and measure it over HTTP."""
     model = config.model
     with tempfile.TemporaryDirectory(prefix=f"{model}_") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(KNOWN_SHAPES[model]))

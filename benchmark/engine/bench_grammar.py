@@ -1,10 +1,11 @@
-"""What constrained outputs cost: the host per token, and the engine's steps.
+"""The cost of constrained outputs: host time per token, and the engine's steps.
 
     python -m benchmark.engine.bench_grammar --device cuda --output benchmark/results/grammar.json
     python -m benchmark.engine.bench_grammar --device cpu --batch 4 --steps 8 --repeats 1
 
-Steps of `--batch` sequences that all generate, of which none, half or all are constrained, in
-turns; from one step's end to the next one's, so what the host does beside the device costs nothing.
+Each step has `--batch` decoding sequences. None, half or all of them are constrained, in turns.
+A step is timed from the end of the previous step to its own end, so host work in parallel with the
+device costs nothing.
 """
 
 import argparse
@@ -39,7 +40,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-# None of them ends before the steps that are measured.
+# No output of these grammars ends before the measured steps.
 KINDS: dict[str, dict[str, Any]] = {
     "schema": {"json_schema": {"type": "array", "items": PERSON, "minItems": 10_000}},
     "any json": {"json_schema": {"type": "array", "minItems": 10_000}},
@@ -70,8 +71,8 @@ class Bench:
         self.num_requests = 0
 
     def host(self, kind: str) -> dict[str, Any]:
-        """Following outputs of random allowed tokens, without a model: microseconds for one, and
-        for the masks of `--batch` of them, computed beside each other."""
+        """Microseconds to follow an output of random allowed tokens without a model, and to compute
+        the masks of `--batch` outputs in parallel."""
         sampling = SamplingConfig(**KINDS[kind])
         began = time.perf_counter()
         asyncio.run(self.grammars.constraint(sampling))
@@ -90,7 +91,7 @@ class Bench:
         }
 
     def followed(self, sampling: SamplingConfig, num_outputs: int) -> tuple[list[float], ...]:
-        """The seconds of the masks of each step, and of each token's taking."""
+        """Seconds to compute the masks of each step, and to accept each token."""
         numbers = random.Random(0)
         masks, takes = [], []
         for _ in range(self.args.repeats):
@@ -113,7 +114,7 @@ class Bench:
         return masks, takes
 
     def step_ms(self, kind: str, num_constrained: int) -> float:
-        """The median step of a batch of which so many sequences are constrained."""
+        """The median step of a batch with `num_constrained` constrained sequences."""
         batch, steps, core = self.args.batch, self.args.steps, self.core
         length = steps + 8
         numbers = random.Random(num_constrained)
@@ -175,7 +176,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     report.uses(args.model, bench.config.model_dump(mode="json"))
     info = bench.runner.info
     report |= {"vocabulary": info.vocab_size, "tokenizer_s": bench.load_s}
-    bench.step_ms(args.kinds[0], args.batch // 2)  # warm
+    bench.step_ms(args.kinds[0], args.batch // 2)  # Warm up.
     for kind in args.kinds:
         report.add("host", bench.host(kind))
     for kind in args.kinds:

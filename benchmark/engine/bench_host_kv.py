@@ -1,13 +1,12 @@
-"""What copies of KV between a GPU and its host cost: an 8B model with random weights, in bfloat16.
+"""The cost of KV copies between GPU and CPU memory: an 8B model with random weights in bfloat16.
 
     python -m benchmark.engine.bench_host_kv --output benchmark/results/host_kv_h200.json
     python -m benchmark.engine.bench_host_kv --ranks 2 --parts rates returns beside
 
-`pinning`: how long that takes. `rates`: how fast blocks are copied each way, alone and both at
-once. `returns`: from a request to its first token when most of its prompt is on the host, on the
-device, or nowhere. `beside`: decode steps while blocks are copied. `load256`: an engine core with a
-host tier and without, where there is nothing to bring back. The model is loaded once, and each row
-shown when it is there.
+`pinning`: the time to pin memory. `rates`: the copy rate in each direction, alone and both at once.
+`returns`: the time to first token if most of the prompt's KV is in CPU memory, in GPU memory, or
+not kept. `beside`: decode steps while blocks are copied. `load256`: an engine core with and without
+a host tier, with no KV to restore. The model is loaded once, and each row is shown at once.
 """
 
 import argparse
@@ -37,10 +36,10 @@ from parrot.utils.clock import MonotonicClock
 PARTS = ("pinning", "rates", "beside", "returns", "load256")
 MODEL = "llama-3.1-8b"
 PER_TRANSFER = 8
-NUM_COPIED = 128  # blocks, 1 GiB
+NUM_COPIED = 128  # Blocks; 1 GiB.
 WARM_STEPS, STEPS = 10, 60
 REPEATS = 3
-DEVICE_TOKENS = 32768  # where KV is driven off the device
+DEVICE_TOKENS = 32768  # The size of the pool from which KV is evicted.
 
 
 def config_of(host_kv_gb: float, kv: str, ranks: int) -> BuiltinConfig:
@@ -66,7 +65,7 @@ def greedy(num_tokens: int) -> SamplingConfig:
 
 
 def pinning(runner: CudaRunner) -> Row:
-    """Seconds until memory of one GiB is pinned by one rank, and what of it is."""
+    """Seconds in which one rank allocates one GiB, and whether it is pinned."""
     parts = block_parts(runner._cache.block_tensors)
     began = time.perf_counter()
     memory = HostMemory(parts, GIB // runner.info.block_bytes)
@@ -74,7 +73,7 @@ def pinning(runner: CudaRunner) -> Row:
 
 
 class Copier:
-    """Copies blocks at the end of the pool, where nobody else is, to and from slots."""
+    """Copies blocks at the end of the pool, which no context uses, to and from host slots."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self._runner = runner
@@ -103,7 +102,7 @@ class Copier:
 
 
 def rates(runner: CudaRunner, ranks: int) -> Row:
-    """GB/s, of all ranks together."""
+    """GB/s, summed over all ranks."""
     copier = Copier(runner)
     size = NUM_COPIED * ranks * runner.info.block_bytes
 
@@ -155,14 +154,14 @@ def beside(runner: CudaRunner, batch: int) -> Row:
 
 
 def drain(core: EngineCore) -> None:
-    """Until all is copied that can be."""
+    """Run steps until no copy is left."""
     while core.has_work and core.step():
         pass
 
 
 def first_token_s(core: EngineCore, key: int, prompt: "array[int]") -> tuple[float, int]:
-    """Seconds to the first token of a new context, and the tokens of it that were found. It is
-    freed then."""
+    """Seconds to the first token of a new context, and its number of cached tokens. The context is
+    then freed."""
     outcomes: list[Outcome] = []
     began = time.perf_counter()
     core.requests.submit(
@@ -181,8 +180,8 @@ def first_token_s(core: EngineCore, key: int, prompt: "array[int]") -> tuple[flo
 
 
 def returns(core: EngineCore, num_tokens: int) -> Row:
-    """A prompt that nobody has seen, the same and a block more, and once more when another has
-    driven it off the device."""
+    """A new prompt, the same prompt with one more block, and again after other KV has evicted it
+    from the device."""
     generator = torch.Generator().manual_seed(num_tokens)
 
     def prompt(length: int) -> "array[int]":
@@ -206,7 +205,7 @@ def returns(core: EngineCore, num_tokens: int) -> Row:
 
 
 def load256_s(core: EngineCore, attempt: int) -> float:
-    """Seconds for 256 requests, of which nothing is found."""
+    """Seconds for 256 requests without cached tokens."""
     outcomes: list[Outcome] = []
     began = time.perf_counter()
     for number, (tokens, output) in enumerate(requests_256()):

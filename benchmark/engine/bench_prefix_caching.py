@@ -1,9 +1,9 @@
-"""What finding common beginnings costs the engine's control half, and what it saves.
+"""The cost of prefix caching in the engine core, and its savings.
 
     python -m benchmark.engine.bench_prefix_caching --output benchmark/results/prefix_caching.json
 
-Requests of a client that talks to an engine directly: each a new context, freed when it is done. No
-model: a step takes no time but the control half's own.
+A client sends requests to the engine directly. Each request has a new context, which is freed at
+its end. There is no model, so a step takes only the time of the engine core.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def time_steps(prompts: list["array[int]"], prefix_caching: bool) -> dict[str, f
 
 
 def compare(shared: int, own: int) -> dict[str, Any]:
-    """`shared` tokens are the same in all prompts, `own` are not."""
+    """All prompts begin with the same `shared` tokens. The next `own` tokens differ."""
     numbers = random.Random(0)
     beginning = numbers.choices(range(VOCAB_SIZE), k=shared)
     prompts = [
@@ -62,7 +62,7 @@ def compare(shared: int, own: int) -> dict[str, Any]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """There is nothing to choose."""
+    """There are no options."""
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

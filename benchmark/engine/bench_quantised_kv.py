@@ -1,13 +1,13 @@
-"""What outputs lose by KV or weights in e4m3, on a CPU: logits of texts, and greedy outputs.
+"""The accuracy of KV or weights in e4m3, on a CPU: logits of texts, and greedy outputs.
 
     python -m benchmark.engine.bench_quantised_kv [--models embedded] [--variants "bfloat16" ...]
         [--output FILE.json]
 
-The embedded model reads pages of docs/, models with random weights read random tokens. `logits`:
-of all positions of a text, against the same model in float32; KL divergences in nats. `greedy`: 48
-tokens behind each of 16 prompts. A model in bfloat16, weights and KV, stands beside as what is
-taken for granted. AWQ and GPTQ name only the format: the numbers are rounded to nearest, with the
-range of a group (AWQ), or with its largest number (GPTQ)."""
+The embedded model reads pages of docs/, models with random weights read random tokens. `logits`
+compares all positions of a text with the same model in float32, by KL divergence in nats. `greedy`
+decodes 48 tokens after each of 16 prompts. A model with weights and KV in bfloat16 is the
+reference for usual errors. AWQ and GPTQ are only formats here: numbers are rounded to nearest, with
+the range of a group (AWQ) or with its largest number (GPTQ)."""
 
 import argparse
 import random
@@ -44,9 +44,9 @@ Row = dict[str, Any]
 
 class Variant(NamedTuple):
     dtype: torch.dtype
-    quantised: bool = False  # The KV.
+    quantised: bool = False  # KV in e4m3.
     weights: Weights = Weights.PLAIN
-    four_bit: tuple[str, int] | None = None  # A format, and inputs with one scale.
+    four_bit: tuple[str, int] | None = None  # The format, and the number of inputs with one scale.
 
 
 PAGES = (
@@ -87,7 +87,7 @@ RANDOM = {
 
 @dataclass(frozen=True)
 class Subject:
-    """`load` gives the model of a variant; `texts` are what it reads."""
+    """`load` returns the model of a variant. `texts` are its inputs."""
 
     load: Callable[[Variant], Decoder]
     texts: list[list[int]]
@@ -118,7 +118,7 @@ def four_bit_decoder(dtype: torch.dtype, kind: str, group: int) -> Decoder:
 
 
 def random_model(config: dict[str, Any]) -> Subject:
-    """Weights with which a layer adds about as much as there is."""
+    """A model whose random weights are scaled so that a layer adds about as much as its input."""
     spec = spec_from_config(config, "a random model")
     shapes = {name: plan.shape for name, plan in tensor_plans(spec).items()}
 
@@ -148,7 +148,7 @@ def _none(_: str) -> None:
 
 @torch.inference_mode()
 def logits_of(model: Decoder, text: list[int], quantised: bool) -> torch.Tensor:
-    """Float32 [tokens, vocab], as if token by token: attention reads what the pool has."""
+    """Float32 [tokens, vocab]. As in decoding, attention reads all KV from the pool."""
     num_blocks = -(-len(text) // BLOCK_SIZE)
     layout = KVLayout.of(model.spec, BLOCK_SIZE, model.dtype, quantised=quantised)
     attention = TorchAttention(
@@ -207,7 +207,7 @@ def greedy(model: Decoder, prompts: list[list[int]], quantised: bool) -> list[li
 
 
 def bench_greedy(subject: Subject, variants: list[str]) -> dict[str, Row]:
-    """Prompts of 40 to 220 tokens out of the texts."""
+    """Greedy outputs after prompts of 40 to 220 tokens from the texts."""
     numbers = random.Random(1)
     prompts = []
     for index in range(NUM_PROMPTS):

@@ -1,10 +1,10 @@
-"""What a step costs besides decoding greedily: sampling, prompts among decodes, the host's side.
+"""The cost of a step beyond greedy decoding: sampling, prompts next to decodes, host time.
 
     python -m benchmark.engine.bench_steps [--models qwen3-0.6b ...] [--output FILE.json]
 
-`sampled`: decode steps launched ahead, milliseconds each, by how tokens are chosen; `host_ms` is
-what `launch` takes of the host. `mixed`: 32 decodes at 1k and a prompt in one step, as a graph and
-kernel by kernel. `capture_ms`: a decode graph captured while serving.
+`sampled`: milliseconds of decode steps that are launched ahead, by sampling method. `host_ms` is
+the host time of `launch`. `mixed`: 32 decodes at 1k and a prompt in one step, as a graph and
+kernel by kernel. `capture_ms`: the capture of a decode graph while serving.
 """
 
 import argparse
@@ -37,11 +37,11 @@ CHOICES = {
 STEPS = 40
 CONTEXT = 1024
 TEXT = memoryview(array("i", random.Random(0).choices(range(20000), k=CONTEXT + 2 * STEPS)))
-"""What contexts hold, for penalties; the second half of the first CONTEXT tokens is output too."""
+"""Tokens of the contexts, for penalties. The second half of the first CONTEXT tokens is output."""
 
 
 def drawn(step: SequenceStep, sampling: ResolvedSampling, *, is_first: bool) -> SequenceStep:
-    """Only the first step's tokens are known before it is launched."""
+    """A step with penalties. The last token is known at the launch of the first step only."""
     known = TEXT[: step.end if is_first else step.end - 1]
     spec = SampleSpec(
         step.context_id, sampling, step.context_id, step.end, known[CONTEXT // 2 :], known
@@ -53,7 +53,7 @@ def bench_sampled(runner: CudaRunner, batch: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, sampling in CHOICES.items():
         sequences = Sequences(Decode(f"B={batch}", batch, CONTEXT), runner.info)
-        runner.run(sequences.next_plan())  # gives the contexts their rows
+        runner.run(sequences.next_plan())  # Assigns rows to the contexts.
         plans = [
             StepPlan(tuple(drawn(s, sampling, is_first=not n) for s in sequences.next_step()))
             for n in range(STEPS + 5)

@@ -1,14 +1,14 @@
-"""Steps of a model that is divided among GPUs: random weights of well-known shapes, in bfloat16.
+"""Steps of a model with tensor parallelism: random weights of well-known shapes in bfloat16.
 
     python -m benchmark.engine.bench_tensor_parallel [--ranks 2] [--models llama-3.1-8b ...]
 
-`ms`: a step that is run and waited for; `ahead_ms`: one of many that are launched one behind the
-other, as the engine does. Floors: a rank's part of the weights and of the unique KV once at the
-copy rate of an H200, or its part of the arithmetic at the matrix rate; and what the sums and the
-largest logits bring over NVLink, at its rate, without what each of these steps waits for the other
-ranks. `reductions` says how many they are. With `--ranks 1` the same on one GPU, to compare.
+`ms`: a step whose end is awaited. `ahead_ms`: one of many steps that are launched ahead, as in the
+engine. Floors: the time to read a rank's weights and unique KV once at the copy rate of an H200, or
+to compute its products at the peak rate, plus the time to send sums and largest logits over NVLink.
+Waiting for other ranks is not included. `reductions` is the number of these exchanges.
+`--ranks 1` measures the same on one GPU for comparison.
 
-Only rank 0's KV is random, that of the others zero."""
+Only rank 0 has random KV. The KV of the other ranks is zero."""
 
 import argparse
 import gc
@@ -39,7 +39,7 @@ from parrot.engine.runner.cuda import CudaRunner
 MODELS = ("llama-3.1-8b", "llama-3.1-70b")
 DECODES = (PLAIN[0], PLAIN[2], COPILOT[2])
 PREFILL = 8192
-LINK_RATE = 450e9  # bytes/s each way, of an H200's NVLink
+LINK_RATE = 450e9  # Bytes/s of an H200's NVLink in each direction.
 
 
 def config(model: str, ranks: int) -> BuiltinConfig:
@@ -49,8 +49,8 @@ def config(model: str, ranks: int) -> BuiltinConfig:
 
 
 def link_ms(spec: DecoderSpec, ranks: int, tokens: int, sampled: int) -> float:
-    """The bytes that a rank sends: two sums in each layer, one of embeddings, and its largest
-    logits with their tokens."""
+    """Milliseconds to send a rank's bytes: two sums in each layer, one of embeddings, and the
+    largest logits with their tokens."""
     sums = (2 * spec.num_layers + 1) * tokens * spec.hidden_size * 2 * 2 * (ranks - 1) / ranks
     logits = sampled * -(-spec.vocab_size // ranks // 4096) * 8 * (ranks - 1)
     return (sums + logits) / LINK_RATE * 1e3
@@ -68,7 +68,7 @@ def floors(shape: Shape, spec: DecoderSpec, ranks: int, case: Decode | None) -> 
 
 
 def ahead_ms(runner: CudaRunner, sequences: Sequences) -> float:
-    """The mean over steps whose tokens are those of the step before."""
+    """Mean milliseconds of steps that are launched before the previous step's tokens are known."""
     previous: LaunchedStep | None = None
     began = 0.0
     for number in range(WARM_STEPS + STEPS):

@@ -2,11 +2,11 @@
 
     python -m benchmark.engine.bench_windows --output benchmark/results/windows.json
 
-Sessions with different prompts ask one after the other, round after round. Each turn has the
-session's earlier text, a short question and a short output. Contexts are freed after each turn, as
-over the OpenAI API. The ideal finds all full blocks of the earlier turn. `occupancy` is the part
-of all blocks that the sessions need. `slots` is the part of all slots that their windows need.
-Sizes are those of a model on a GPU, but there is no model.
+Sessions with different prompts take turns, round after round. Each turn has the session's earlier
+text, a short question and a short output. Contexts are freed after each turn, as with the OpenAI
+API. An ideal cache has all full blocks of the previous turn. `occupancy` is the fraction of all
+blocks that the sessions need. `slots` is the fraction of all slots that their windows need. Sizes
+are those of a model on a GPU, but no model is loaded.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TOKEN_S, COPY_S = 66e-6, 8.5e-6
 
 
 class WorkClock(MonotonicClock):
-    """Time that passes only with the work of a `WindowedSim`."""
+    """A clock that advances only with the work of a `WindowedSim`."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -53,7 +53,7 @@ class WorkClock(MonotonicClock):
 
 
 class WindowedSim(SimRunner):
-    """A `SimRunner` that reports window slots, which it does not use."""
+    """A `SimRunner` that reports window slots but does not use them."""
 
     def __init__(self, config: SimConfig, window: WindowInfo, clock: WorkClock) -> None:
         super().__init__(config.instance, clock)
@@ -104,7 +104,7 @@ def core_of(sizes: KvSizes, window: int) -> EngineCore:
 
 
 def hit_rate(sizes: KvSizes, window: int, length: int, occupancy: float) -> dict[str, float]:
-    """The part of the ideal hits that is found, after the first round."""
+    """The found fraction of the ideal hits, after the first round."""
     last = length + ROUNDS * (QUESTION + OUTPUT)
     count = max(1, int(occupancy * sizes.num_blocks / -(-last // BLOCK_SIZE)))
     num_slots = count * (-(-window // BLOCK_SIZE) + 1)

@@ -1,4 +1,4 @@
-"""Requests that an engine core answers in this thread, without a service around it."""
+"""Requests for an engine core in this thread, without a service."""
 
 import time
 from array import array
@@ -12,7 +12,7 @@ from parrot.protocol.sampling import SamplingConfig
 
 
 class Served(NamedTuple):
-    """`seconds`: from the first request to the last one's end."""
+    """`seconds`: from the first request to the end of the last request."""
 
     seconds: float
     usages: list[Usage]
@@ -20,8 +20,8 @@ class Served(NamedTuple):
 
 
 def serve_all(core: EngineCore, requests: Sequence[tuple["array[int]", int]]) -> Served:
-    """Answer all requests (prompt, output tokens) at once, greedily, each with a new context, and
-    free these."""
+    """Run all requests (prompt, output tokens) at once, greedily, each with a new context, and
+    then free the contexts."""
     outcomes: list[Outcome] = []
     began = time.perf_counter()
     for key, (prompt, output) in enumerate(requests):

@@ -1,9 +1,9 @@
-"""Fit the `sim` engine's cost model to what the builtin engine measured on an H200.
+"""Fit the `sim` engine's cost model to measurements of the builtin engine on an H200.
 
     python -m benchmark.engine.fit_sim --output benchmark/results/sim_fit.json [--write]
 
-`--write` renews sample_configs/engine/sim_*.json. Steps alone are fitted; the load `256`, a whole
-run of many, then shows how good that is.
+`--write` updates sample_configs/engine/sim_*.json. Only steps are fitted. The load `256`, a whole
+run of many steps, then shows the accuracy of the fit.
 """
 
 import argparse
@@ -37,18 +37,22 @@ from parrot.simulation import LoopClock, run_virtual
 
 CONFIGS = ROOT / "sample_configs" / "engine"
 DEVICE_BYTES = 139 * 2**30
-CACHE_SHARE = 0.9  # of the memory that the weights leave
+CACHE_SHARE = 0.9  # The KV pool's share of the memory without the weights.
 BLOCK_SIZE = 64
-MEAN_OUTPUT = 64  # tokens that a context has grown by, on the average of a measured decode
-MAX_SEQ_LEN = 32768  # also of Llama-2, which stops at 4096: loads are of its shape, not its text
-SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)  # of the kernels alone
-PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}  # one prompt length was measured; same heads and layers
+MEAN_OUTPUT = 64  # Mean growth of contexts in a measured decode, in tokens.
+MAX_SEQ_LEN = 32768  # Also for Llama-2, whose limit is 4096: only its shape matters here.
+SHARED_STEP = Decode(
+    "B=64, 6144 shared + 500", 64, 500, shared=6144
+)  # Measured with the kernels alone.
+PAIRS_OF = {
+    "llama-2-7b": "llama-3.1-8b"
+}  # Only one prompt length was measured. Heads and layers are the same.
 MIXED_PROMPT = 8192
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Those of `SimInstance`."""
+    """The costs of `SimInstance`."""
 
     step_s: float
     sequence_s: float
@@ -59,7 +63,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Point:
-    """A measured time, and how much of each cost is in it, in the order of `Costs`."""
+    """A measured time, and the multiple of each cost in it, in the order of `Costs`."""
 
     name: str
     counts: tuple[float, float, float, float, float]
@@ -79,7 +83,7 @@ def prefill_point(num_tokens: int, chunk: int, ms: float) -> Point:
 
 
 def mixed_point(chunk: int, ms: float) -> Point:
-    """Of all parts of the prompt, the middle one."""
+    """The point of the middle chunk of the prompt."""
     crowd, before = decode_point(CROWD, ms), (MIXED_PROMPT - chunk) // 2
     _, sequences, tokens, _, _ = crowd.counts
     counts = (1, sequences + 1, tokens + before + chunk, chunk, chunk * (before + chunk / 2))
@@ -87,7 +91,7 @@ def mixed_point(chunk: int, ms: float) -> Point:
 
 
 def measured(model: str) -> tuple[list[Point], list[Point]]:
-    """Decodes (over HTTP where that was measured, as in a cluster), and prompts."""
+    """Decodes (over HTTP, as in a cluster, if this was measured), and prompts."""
     rows = load(f"engine_gpu_{model}.json")["rows"]
     ms = {row["case"]: row["ms"] for row in rows if "ms" in row and "chunk" not in row}
     decodes = [
@@ -109,8 +113,8 @@ def measured(model: str) -> tuple[list[Point], list[Point]]:
 
 
 def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float]) -> list[float]:
-    """The `known` costs and what is best added to these columns, never negative, with the least
-    squares of relative errors."""
+    """The `known` costs, plus the least-squares fit of relative errors over these columns. Fitted
+    costs are never negative."""
     counts = np.array([point.counts for point in points])
     seconds = np.array([point.seconds for point in points])
     target = 1 - counts @ np.array(known) / seconds
@@ -130,7 +134,8 @@ def fit(points: Sequence[Point], columns: Sequence[int], known: Sequence[float])
 
 def fit_model(model: str, found: dict[str, Costs], rows: list[Row]) -> Costs:
     decodes, prefills = measured(model)
-    # Contexts of one length cannot tell sequences from their tokens: KV takes as long as its bytes.
+    # Contexts of equal length cannot separate the cost of sequences and of their tokens. So the
+    # cost of a KV token is computed from its bytes.
     read_s = Shape.of(model).token_bytes / MEMORY_RATE
     costs = fit(decodes, (0, 1, 2), [0.0, 0.0, read_s, 0.0, 0.0])
     if model in PAIRS_OF:
@@ -165,7 +170,7 @@ async def run_256(path: Path) -> float:
 
 
 def check_256(model: str, path: Path) -> Row | None:
-    """How far the load `256`, simulated, is from what was measured over HTTP, if it was."""
+    """The relative error of the simulated load `256` against its measurement over HTTP, if any."""
     rows = load(f"engine_gpu_{model}.json")["rows"]
     rates = {row["case"]: row["tokens_per_s"] for row in rows if "tokens_per_s" in row}
     if (rate := rates.get("HTTP 256")) is None:
@@ -193,7 +198,7 @@ def config_of(model: str, costs: Costs) -> Row:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--write", action="store_true", help="renew the sample configs")
+    parser.add_argument("--write", action="store_true", help="update the sample configs")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

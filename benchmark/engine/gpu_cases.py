@@ -26,13 +26,13 @@ OTHER_MODELS = (
     *("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
     *("granite-3.3-8b", "phi-4", "olmo-2-7b"),
 )
-LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # with contexts beyond their own limit
+LONG_MODELS = ("llama-2-7b", "llama-2-13b")  # Cases exceed these models' own context limit.
 
 
 @dataclass(frozen=True)
 class Decode:
-    """A step of `batch` sequences: `shared` tokens that each of `roots` groups has in common, then
-    from `own` to `own_max` of their own."""
+    """A decode step of `batch` sequences in `roots` groups. A sequence has `shared` tokens in
+    common with its group, and from `own` to `own_max` tokens of its own."""
 
     name: str
     batch: int
@@ -51,7 +51,7 @@ LONG = tuple(Decode(f"decode B={batch} ctx 8k", batch, 8192) for batch in (1, 8,
 # Prompts of 5835 to 7100 tokens whose first 5107 are common, in the middle of their outputs.
 COPILOT = tuple(Decode(f"copilot B={batch}", batch, 728, 1632, 5107) for batch in (8, 16, 32, 64))
 ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
-# A round of agents that all have read the same files.
+# Agents with the same files in their prompts.
 AGENTS = tuple(Decode(f"agents B={batch}", batch, 300, shared=7000) for batch in (9, 16))
 CROWD = Decode("25 at 2200", 25, 2200)
 # Forks of one long context. The step of all should take at most 1.15 times as long as that of one.
@@ -76,12 +76,12 @@ PREFILLS = {
 }
 E4M3_RATE = 1530e12  # FLOP/s of products in e4m3, measured on an H200.
 MIXED = (256, 512, 1024, 2048, 4096)
-"""Prompt tokens in a step beside `CROWD`."""
+"""Prompt tokens in a step next to the decodes of `CROWD`."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model in bfloat16, or with the matrices of its layers in another type."""
+    """The sizes of a model in bfloat16, or with its layers' matrices in another type."""
 
     weight_bytes: int
     token_bytes: int  # KV of a token in the layers without windows.
@@ -93,7 +93,7 @@ class Shape:
 
     @classmethod
     def of(cls, model: str, *, quantised: bool = False, matrix_bytes: float = 2.0) -> "Shape":
-        """`matrix_bytes`: of a number of the matrices of layers; 1 for e4m3."""
+        """`matrix_bytes`: bytes per number in the layers' matrices; 1 for e4m3."""
         spec = spec_from_config(KNOWN_SHAPES[model], model)
         sizes = {name: math.prod(plan.shape) for name, plan in tensor_plans(spec).items()}
         embed = sizes[f"{OWN.embed}.weight"]
@@ -136,8 +136,8 @@ def spread_ms(times: Sequence[float]) -> Row:
 
 
 class Sequences:
-    """The contexts of a case, in blocks in random order at the beginning of the pool, where the
-    engine's are too; and their steps one after the other."""
+    """The contexts of a case and their consecutive steps. Blocks are in random order at the
+    beginning of the pool, as in the engine."""
 
     def __init__(self, case: Decode, info: RunnerInfo, steps: int = 128) -> None:
         self._size = block_size = info.block_size
@@ -155,7 +155,8 @@ class Sequences:
         self._changes = self._slots(info)
 
     def _slots(self, info: RunnerInfo) -> tuple[tuple[int, int], ...]:
-        """Slots for the blocks of all windows, in turn. A case may need no more than there are."""
+        """Slots for the blocks of all windows, in turn. A case must not need more slots than the
+        pool has."""
         if info.window is None:
             return ()
         first = [max(0, end - info.window.num_tokens) // self._size for end in self._ends]

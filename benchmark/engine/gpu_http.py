@@ -1,4 +1,4 @@
-"""The loads of `bench_gpu`, asked of an engine's server over HTTP."""
+"""The loads of `bench_gpu`, sent to an engine's server over HTTP."""
 
 import asyncio
 import random
@@ -27,15 +27,15 @@ PREFILL_RUNS = 12
 
 
 class Load:
-    """Asks one engine."""
+    """A client of one engine."""
 
     def __init__(self, url: str) -> None:
         self.client = EngineClient(HttpClient(url))
         self._ids = count(1)
 
     async def decode_ms(self, case: Decode) -> Row:
-        """The contexts are filled first. `ms`: the engine's own account of a request's decoding,
-        over its tokens; `wall_ms`: the client's, over all of the batch."""
+        """Milliseconds per token, after the contexts are filled. `ms` is the decode time that the
+        engine reports per request. `wall_ms` is the client's time for the whole batch."""
         num_roots = case.roots if case.shared else 0
         roots = [await self._fill(random_tokens(-i - 1, case.shared)) for i in range(num_roots)]
         contexts = [
@@ -50,9 +50,9 @@ class Load:
         return {"case": f"HTTP {case.name}", "ms": ms, "wall_ms": wall_ms}
 
     async def prefill_ms(self, tokens: int) -> Row:
-        """The time to the first token; a fill alone is answered once it is on its way."""
+        """The time to first token. A fill would be acknowledged before it is computed."""
         times = []
-        for seed in range(2 + PREFILL_RUNS):  # none begins as another does: that would be cached
+        for seed in range(2 + PREFILL_RUNS):  # Different prompts, so that none is cached.
             prompt = random_tokens(1000 * tokens + seed, tokens)
             seconds, _ = await self._generate([generation(next(self._ids), 1, prompt)])
             times.append(seconds * 1e3)
@@ -78,7 +78,8 @@ class Load:
     async def _generate(
         self, requests: Sequence[GenerateRequest]
     ) -> tuple[float, list[GenerateResponse]]:
-        """Seconds until all at once are answered, and the answers. The contexts are freed."""
+        """Send all requests at once. Returns the seconds until the last answer, and the answers.
+        The contexts are freed."""
         began = time.perf_counter()
         answers = await asyncio.gather(*map(self.client.generate, requests))
         seconds = time.perf_counter() - began
@@ -100,7 +101,7 @@ def random_tokens(seed: int, size: int) -> list[int]:
 async def measure(model: str, url: str) -> AsyncIterator[Row]:
     load = Load(url)
     try:
-        await load.decode_ms(DECODES[model][0])  # warms up
+        await load.decode_ms(DECODES[model][0])  # Warm up.
         for case in DECODES[model]:
             yield await load.decode_ms(case)
         for tokens in dict(PREFILLS[model]):

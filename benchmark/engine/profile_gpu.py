@@ -1,9 +1,9 @@
-"""Where the time of a step goes on a GPU: kernels by name, summed over a few steps.
+"""The time of a step on a GPU: kernels by name, summed over several steps.
 
     python -m benchmark.engine.profile_gpu [--model llama-3.1-8b] [--output FILE.json]
 
-`share` is of the kernels' time, `ms` per step. `idle_ms`: time of a step, by the host's clock, in
-which no kernel ran (the host plans, copies and reads; the profiler itself adds some).
+`share` is the fraction of all kernels' time, `ms` the time per step. `idle_ms` is the wall time of
+a step in which no kernel ran: the host plans, copies and reads, and the profiler adds some time.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""vLLM 0.25.1's times for the loads of `bench_gpu`, from the raw files of its runs.
+"""The times of vLLM 0.25.1 for the loads of `bench_gpu`, from the raw files of its runs.
 
 These runs sampled at temperature 1; `baseline_side_by_side_h200.json` has greedy ones."""
 
@@ -15,8 +15,8 @@ FILES = {
 
 
 def vllm_ms(model: str, case: str) -> float | None:
-    """Milliseconds of a step or a prompt, with cascade attention where that is faster; None if it
-    was not measured."""
+    """Milliseconds of a step or a prompt, with cascade attention if that is faster. None if it was
+    not measured."""
     return min(_found(model, _key(case)), default=None)
 
 
@@ -31,8 +31,8 @@ def _found(model: str, key: str) -> Sequence[float]:
 
 
 def _key(case: str) -> str:
-    """`decode B=8 ctx 2k` is called decode_b8_ms there, `prefill 2048` prefill_2048_ms. Other
-    contexts were not measured."""
+    """The name in vLLM's files: `decode B=8 ctx 2k` is decode_b8_ms, `prefill 2048` is
+    prefill_2048_ms. Other contexts were not measured."""
     kind, _, size = case.partition(" ")
     if kind == "prefill":
         return f"prefill_{size}_ms"

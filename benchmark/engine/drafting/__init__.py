@@ -1,1 +1,1 @@
-"""What the benchmark of drafts has a model say, and a device in virtual time that says it."""
+"""The forced outputs of the benchmark of drafts, and a simulated device that generates them."""

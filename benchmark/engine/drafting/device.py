@@ -1,5 +1,5 @@
-"""A device in virtual time: what the steps of an 8B shape were measured to take on an H200, with
-drafts and without, and the host beside it. So what drafts bring is foretold without one."""
+"""A GPU and its host in virtual time. Steps take the times that an 8B shape was measured to take on
+an H200, with and without drafts, so the gain of drafts can be predicted without a GPU."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from parrot.engine.core.steps import (
 
 # Milliseconds, by the number of sequences, of steps that are launched ahead and have no drafts.
 PLAIN = ((1, 4.07), (4, 4.24), (16, 5.03), (64, 6.71), (256, 13.4))
-# Milliseconds more that steps with drafts take the device, by their size.
+# Additional milliseconds of the device for steps with drafts, by their size.
 ADDED = ((8, 0.25), (16, 0.4), (32, 0.6), (64, 1.0), (128, 2.0), (192, 2.8), (256, 3.7))
 PROMPT_TOKEN_MS = 0.022
 # Milliseconds of the host from the end of a step to the launch of the next.
@@ -25,7 +25,7 @@ BLOCK, NUM_BLOCKS, MAX_LEN, VOCABULARY = 16, 40_000, 32_768, 1 << 18
 
 
 class VirtualClock:
-    """Seconds that pass when the device or the host takes them."""
+    """A clock that advances with the work of the device and the host."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -34,12 +34,12 @@ class VirtualClock:
         return self.seconds
 
     async def sleep(self, seconds: float) -> None:
-        raise AssertionError(f"nobody waits here, but for {seconds} s")
+        raise AssertionError(f"the benchmark must not sleep, but slept for {seconds} s")
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A launched step, from its beginning to its end."""
+    """A launched step with its start and end times."""
 
     began: float
     ended: float
@@ -55,7 +55,7 @@ class Simulated:
 
 
 class SimulatedDevice:
-    """An `OverlappingRunner` whose outputs are the targets."""
+    """An `OverlappingRunner` that outputs the target texts."""
 
     def __init__(self, targets: Targets) -> None:
         self.clock = VirtualClock()
@@ -97,7 +97,7 @@ def _device_ms(plan: StepPlan, num_drafts: int) -> float:
 
 
 def _between(table: Sequence[tuple[int, float]], at: float) -> float:
-    """By a line between its two neighbours in the table."""
+    """Linear interpolation between two neighbours in the table."""
     for (low, first), (high, last) in pairwise(table):
         if at <= high:
             return first + (last - first) * max(0.0, at - low) / (high - low)

@@ -13,7 +13,7 @@ _SUFFIXES = (".py", ".md", ".toml")
 
 @dataclass(frozen=True, slots=True)
 class EditPair:
-    """A file before and after `commit`, and what its author said of it."""
+    """A file before and after `commit`, and the commit message."""
 
     commit: str
     path: str
@@ -25,7 +25,7 @@ class EditPair:
 def edit_pairs(
     repository: Path, *, min_chars: int = 2000, max_chars: int = 8000
 ) -> Iterator[EditPair]:
-    """The newest edits first. Sizes are of the text after the edit."""
+    """The edits of a repository, newest first. Size limits apply to the text after the edit."""
     log = _git(repository, "log", "--format=%x00%h %s", "--name-status", "--no-renames")
     for entry in log.split("\0")[1:]:
         head, *changes = [line for line in entry.splitlines() if line]

@@ -1,4 +1,4 @@
-"""What the benchmark of drafts has a model say: files after an edit, new text, and the calls of
+"""The outputs that the benchmark of drafts forces: files after an edit, new text, and the calls of
 applications."""
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from parrot.engine.core.steps import SampleSpec, StepPlan, StepResult, sample_sp
 from parrot.engine.runner.sampling import results
 
 ANY_TOKEN = 7
-EDITS, REQUEST = 8, 30  # of the loop, and tokens of a request
-FILES, REVISIONS, REVIEW, NAME = 16, 3, 150, 20  # of the agents; tokens of a review and of a name
+EDITS, REQUEST = 8, 30  # Edits in the loop, and tokens of a request.
+FILES, REVISIONS, REVIEW, NAME = 16, 3, 150, 20  # Tokens for REVIEW and NAME.
 
 
 @dataclass
 class Targets:
-    """What each output is to be, by the seed of its request; `starts`: the lengths of the
+    """The target of each output, by the seed of its request. `starts`: the lengths of the
     prompts."""
 
     texts: dict[int, Sequence[int]] = field(default_factory=dict)
@@ -47,7 +47,8 @@ class Task:
 def tasks_of(
     pairs: Sequence[EditPair], case: str, count: int, length: int, tokenizer: Tokenizer
 ) -> list[Task]:
-    """Pairs come again where there are too few; targets have at most `length` tokens."""
+    """Tasks of these pairs. Pairs repeat if there are too few. Targets have at most `length`
+    tokens."""
     tasks = []
     for i in range(count):
         pair = pairs[i % len(pairs)]
@@ -63,7 +64,7 @@ def tasks_of(
 
 
 class Round(NamedTuple):
-    """Calls that begin when all of the round before have ended."""
+    """Calls that begin after all calls of the previous round have ended."""
 
     name: str
     tasks: list[Task]
