@@ -38,7 +38,7 @@ NUM_BLOCKS = 1024
 
 
 @contextmanager
-def beside(program: str, count: int) -> Iterator[None]:
+def running(program: str, count: int) -> Iterator[None]:
     """Run `count` of these processes during the block."""
     with ExitStack() as stack:
         for _ in range(count):
@@ -71,7 +71,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     scenes += [(f"{n} busy", BUSY, n) for n in args.neighbours]
     scenes += [(f"{n} partly busy", PARTLY, n) for n in args.neighbours]
     for name, program, count in scenes:
-        with beside(program, count):
+        with running(program, count):
             for batch in args.batches:
                 load = Load(batch, 64, args.decode)
                 rates: dict[str, list[float]] = {}

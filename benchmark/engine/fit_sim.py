@@ -41,12 +41,10 @@ CACHE_SHARE = 0.9  # The KV pool's share of the memory without the weights.
 BLOCK_SIZE = 64
 MEAN_OUTPUT = 64  # Mean growth of contexts in a measured decode, in tokens.
 MAX_SEQ_LEN = 32768  # Also for Llama-2, whose limit is 4096: only its shape matters here.
-SHARED_STEP = Decode(
-    "B=64, 6144 shared + 500", 64, 500, shared=6144
-)  # Measured with the kernels alone.
-PAIRS_OF = {
-    "llama-2-7b": "llama-3.1-8b"
-}  # Only one prompt length was measured. Heads and layers are the same.
+# Measured with the kernels alone.
+SHARED_STEP = Decode("B=64, 6144 shared + 500", 64, 500, shared=6144)
+# Only one prompt length was measured. Heads and layers are the same.
+PAIRS_OF = {"llama-2-7b": "llama-3.1-8b"}
 MIXED_PROMPT = 8192
 
 

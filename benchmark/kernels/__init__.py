@@ -1,7 +1,7 @@
-"""Measurements of the CUDA kernels, each against the floor that the device sets."""
+"""Benchmarks of the CUDA kernels, compared with the floors of the device."""
 
 MEMORY_RATE = 4.3e12
-"""Bytes a second that a large copy moves on an H200, both ways together."""
+"""Bytes per second of a large copy on an H200, reads and writes together."""
 
 MATRIX_RATE = 790e12
-"""Operations a second of an H200's matrix products in bfloat16."""
+"""Operations per second of an H200's matrix products in bfloat16."""

@@ -1,5 +1,5 @@
-"""Steps to time: decodes of requests under shared prefixes, with fresh random KV in pages that
-lie in random order, in several pools so that no run finds its KV in the cache."""
+"""Attention steps to time: decodes of requests with shared prefixes, over random KV in pages in
+random order. Runs rotate over several pools, so that no run finds its KV in the L2 cache."""
 
 from dataclasses import dataclass, replace
 
@@ -27,8 +27,9 @@ DEVICE = torch.device("cuda")
 
 @dataclass(frozen=True)
 class Workload:
-    """`levels`: (sharers per node, tokens) from the root down; `suffix`: each request's own
-    tokens, its newest included. One level (batch, 6144) is a single system prompt."""
+    """A tree of shared prefixes. `levels`: (requests per node, tokens) from the root down.
+    `suffix`: each request's own tokens, including its newest one. One level (batch, 6144) is a
+    single system prompt."""
 
     batch: int
     levels: tuple[tuple[int, int], ...]
@@ -53,7 +54,7 @@ class Workload:
 
 
 def floor_us(work: Workload, shape: AttentionShape) -> float:
-    """Unique KV read once, q read and the output written, or the arithmetic if that is more."""
+    """The time to read unique KV and q and to write the output, or to compute if longer."""
     moved = work.unique_tokens * shape.kv_token_bytes
     moved += work.batch * shape.num_heads * shape.head_dim * 4
     operations = 4 * shape.num_heads * shape.head_dim * work.context_tokens
@@ -61,7 +62,7 @@ def floor_us(work: Workload, shape: AttentionShape) -> float:
 
 
 def step_rows(work: Workload, page: int, *, seed: int = 0) -> tuple[StepRows, int]:
-    """The block tables of the workload, and how many pages they name."""
+    """The block tables of the workload, and their number of pages."""
     shared = [tokens // page for _, tokens in work.levels]
     own = [-(-tokens // page) for tokens in work.suffixes()]
     width = sum(shared) + max(own) + 1
@@ -86,7 +87,7 @@ def step_rows(work: Workload, page: int, *, seed: int = 0) -> tuple[StepRows, in
 def fill_step(
     tokens: int, start: int, sequences: int, shape: AttentionShape, *, shared: bool = False
 ) -> tuple[StepRows, KVView, torch.Tensor]:
-    """Sequences that each compute `tokens` tokens after `start` cached ones: own or the same."""
+    """Sequences that each compute `tokens` tokens after `start` cached ones, own or shared."""
     page = shape.page_size
     width = -(-(start + tokens) // page)
     tables = np.random.default_rng(0).permutation(sequences * width).astype(np.int32)
@@ -105,7 +106,7 @@ def fill_step(
 def random_kv(
     pages: int, shape: AttentionShape, tables: torch.Tensor, positions: torch.Tensor
 ) -> KVView:
-    """One layer's KV, quantised if the shape says so."""
+    """Random KV of one layer, quantised if the shape requires it."""
     size = (pages, shape.num_kv_heads, shape.page_size, shape.head_dim)
     if shape.number_bytes == 2:
         return KVView(normal(*size), normal(*size), tables, positions)
@@ -118,7 +119,7 @@ def normal(*size: int, std: float = 1.0) -> torch.Tensor:
 
 
 def split_of(shape: AttentionShape) -> SplitConfig:
-    """The engine's cuts, but no fills that are left to the library."""
+    """The engine's split into items, but with no fills for cuDNN."""
     room = 2048 if shape.number_bytes == 1 else 0
     split = split_for(shape, torch.bfloat16, DEVICE, converted_pages=room)
     return replace(split, dense=None)
@@ -134,7 +135,7 @@ def prepared(
 
 
 class Bench:
-    """A workload's tensors on the device, reused over plans."""
+    """A workload's tensors on the device, which all plans use."""
 
     def __init__(self, work: Workload, shape: AttentionShape, *, pools: int = 3) -> None:
         self.work, self.shape = work, shape
@@ -149,7 +150,7 @@ class Bench:
         return plan_work(self.step, self.shape, gate, split_of(self.shape))
 
     def time_us(self, work: WorkList, config: KernelConfig | None = None) -> float:
-        """Microseconds of one layer, over the pools in turn."""
+        """Microseconds of one layer, rotating over the pools."""
         attention, plan = prepared(work, self.shape, config)
 
         def run() -> None:
@@ -160,7 +161,7 @@ class Bench:
         return time_graph(run, per_run=4 * len(self.layers), replays=15)
 
     def error(self, work: WorkList, requests: int = 4) -> float:
-        """Relative error of the plan's outputs for a few requests, against float64."""
+        """The relative error of the plan's outputs for several requests, against float64."""
         attention, plan = prepared(work, self.shape)
         self.out.fill_(float("nan"))
         attention.run(self.q, self.layers[0], plan, self.out)

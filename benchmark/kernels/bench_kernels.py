@@ -2,9 +2,9 @@
 
     python -m benchmark.kernels.bench_kernels [--only cells,trees,...] [--output FILE.json]
 
-One layer at a time, in CUDA graphs, in bfloat16, over rotating KV pools. FlashInfer's figures are
-those of benchmark/results/baseline_flashinfer-0.6.13.json: the same cells on the same kind of
-device, page 64, the better of its decode and its cascade."""
+Each case is one layer in a CUDA graph, in bfloat16, over rotating KV pools. FlashInfer's figures
+come from benchmark/results/baseline_flashinfer-0.6.13.json: the same cells on the same kind of
+GPU, with pages of 64 tokens. Each is the better of its decode and its cascade."""
 
 import argparse
 import dataclasses
@@ -55,7 +55,7 @@ TREES = {  # (sharers, tokens) per level, then the suffix; PAT's, its lengths ro
     "PAT 4,16,256,512 x 512,64,128,64": (512, ((128, 512), (32, 64), (2, 128)), 64),
 }
 POOLS = 2
-MAX_POOL_BYTES = 40 * 2**30  # a case that needs more is left out
+MAX_POOL_BYTES = 40 * 2**30  # Larger cases are skipped.
 
 
 def shape_of(
@@ -96,7 +96,7 @@ def bench_cells() -> Rows:
 
 
 def bench_trees() -> Rows:
-    """Several roots and levels, and batches with nothing to share."""
+    """Several roots and levels, and batches without shared prefixes."""
     cases = {
         "one root": (Workload(64, ((64, 20480),), 500), 32, 8),
         "4 roots": (Workload(64, ((16, 5120),), 500), 32, 8),
@@ -150,7 +150,7 @@ def bench_quantised() -> Rows:
 
 
 def bench_gate() -> Rows:
-    """Where sharing begins to win: one prompt, suffixes of 200 tokens, shared and not."""
+    """The prompt length at which sharing starts to gain: suffixes of 200 tokens, shared or not."""
     prefixes = (128, 256, 512, 1024, 2048, 4096)
     for kv_heads, batch, prefix in itertools.product(KV_HEADS, (2, 4, 8, 16, 32, 64), prefixes):
         work = Workload(batch, ((batch, prefix),), 200)
@@ -190,7 +190,7 @@ def bench_fills() -> Rows:
 
 
 def _time_sdpa(q: torch.Tensor) -> dict[str, float]:
-    """Torch's dense causal attention on inputs of the same size, all heads unshared."""
+    """PyTorch's dense causal attention on inputs of the same size, with unshared heads."""
     k, v = torch.randn_like(q), torch.randn_like(q)
     backends = {"cudnn_us": SDPBackend.CUDNN_ATTENTION, "torch_us": SDPBackend.FLASH_ATTENTION}
     times = {}
@@ -202,7 +202,7 @@ def _time_sdpa(q: torch.Tensor) -> dict[str, float]:
 
 
 def bench_fused() -> Rows:
-    """Llama-3.1-8B's sizes. The floor is bytes over the copy rate."""
+    """Fused kernels at Llama-3.1-8B's sizes. The floor is the bytes divided by the copy rate."""
     shape = shape_of(8)
     for tokens in (1, 64, 256, 2048):
         x, residual, out = (normal(tokens, 4096) for _ in range(3))
@@ -237,7 +237,7 @@ def bench_layers() -> Rows:
 
 
 def bench_planner() -> Rows:
-    """Microseconds of a fresh plan on this machine's CPU."""
+    """Microseconds of a new plan on this machine's CPU."""
     for batch in (16, 64, 128, 256):
         for roots in (1, 4, batch):
             work = Workload(batch, ((batch // roots, 6144),) if roots < batch else (), 200)
@@ -255,7 +255,7 @@ def fits(work: Workload, shape: AttentionShape) -> bool:
 
 
 def time_sharing(work: Workload, shape: AttentionShape) -> Row:
-    """With sharing as the gate decides and without it, on the same pages."""
+    """Time the gate's choice of sharing, and no sharing, on the same pages."""
     bench = Bench(work, shape, pools=POOLS)
     plan = bench.plan(GateConfig())
     shared_us, alone_us = bench.time_us(plan), bench.time_us(bench.plan(None))
@@ -272,10 +272,10 @@ def time_sharing(work: Workload, shape: AttentionShape) -> Row:
 
 
 def bench_grid() -> Rows:
-    """Batch, shared prompt and suffix: with sharing, without it on the same pages (what paged
-    attention does), and with pages of each request's own (what papers compare with)."""
+    """All combinations of batch, shared prompt and suffix: with sharing, without it on the same
+    pages (as in paged attention), and with separate pages (the usual baseline of papers)."""
     for kv_heads, prefix, batch in itertools.product(KV_HEADS, PREFIXES, BATCHES):
-        if batch == 1 and prefix:  # nobody to share with
+        if batch == 1 and prefix:  # No other request shares the prefix.
             continue
         shape = shape_of(kv_heads)
         for name, (suffix, spread) in SUFFIXES.items():

@@ -1,9 +1,9 @@
-"""Time one whole decode step made of these kernels and cuBLAS, in one CUDA graph, random weights.
+"""Time a whole decode step of these kernels and cuBLAS in one CUDA graph, with random weights.
 
     python -m benchmark.kernels.bench_step [--output FILE.json]
 
-No engine, no HTTP, no scheduling: what the device needs for a step, embedding to greedy token. The
-floor is the weights and the unique KV read once at the copy rate."""
+The step runs from the embedding to the greedy token, without engine, HTTP or scheduling. The floor
+is the time to read the weights and the unique KV once at the copy rate."""
 
 import argparse
 from typing import Any

@@ -1,4 +1,4 @@
-"""The weights of decoders' layers, and their matrix products without attention."""
+"""The weights of decoder layers, and their matrix products without attention."""
 
 from dataclasses import dataclass
 
@@ -57,9 +57,9 @@ class Layer:
 
 
 class LayerProducts:
-    """The matrix products of layers, one after the other, with norms, residual and SiLU, but
-    without attention: ours, and cuBLAS with a kernel for what lies between. More weights than the
-    cache holds."""
+    """The matrix products of consecutive layers with norms, residuals and SiLU, but without
+    attention: our kernels, and cuBLAS with one kernel for the operations between products. The
+    weights are larger than the L2 cache."""
 
     def __init__(self, model: Model, rows: int) -> None:
         self.layers = [Layer(model) for _ in range(6 if model.hidden > 1024 else model.layers)]

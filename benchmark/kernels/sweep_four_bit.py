@@ -1,14 +1,14 @@
-"""Tiles for the products with weights in codes: each candidate, for each product of a layer.
+"""Time each candidate tile for products with quantised weights, for each product of a layer.
 
     python -m benchmark.kernels.sweep_four_bit [--models Llama-3.1-8B ...] [--rows 8 64]
         [--group 128] [--bits 4] [--least]
 
-`--bits 8 --group 32` are matrices of GGUF files in Q8_0, `--bits 8 --group 16` those in Q6_K, and
-`--group 32 --least` those in Q4_1 and Q4_K.
+For the matrices of GGUF files: `--bits 8 --group 32` is Q8_0, `--bits 8 --group 16` is Q6_K, and
+`--group 32 --least` is Q4_1 and Q4_K.
 
-Like `sweep_products`: weights are not in L2, and a product starts while the one before ends. A tile
-is rows of weights, slices (1 for none), stages and warps. Floors: the weights
-once, at the copy rate of an H200."""
+As in `sweep_products`, weights are not in L2, and a product starts while the previous one ends. A
+tile is rows of weights, slices (1 for none), stages and warps. The floor is the time to read the
+weights once at the copy rate of an H200."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -49,7 +49,7 @@ MAX_MEMBERS = 64
 
 @dataclass(frozen=True)
 class Codes:
-    """The format of a matrix."""
+    """The quantisation format of a matrix."""
 
     bits: int
     group: int
@@ -123,7 +123,7 @@ def candidates(product: Product, rows: int, codes: Codes) -> list[Candidate]:
 
 
 def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
-    """Candidates of one product and number of rows."""
+    """Time the candidates of one product and number of rows."""
     first = found[0]
     product, rows = first.product, first.rows
     num_bytes = first.weight().num_bytes

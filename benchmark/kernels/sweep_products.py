@@ -1,13 +1,13 @@
-"""Tiles for the products of few rows: each candidate, for each product of a layer, on one GPU.
+"""Time each candidate tile for products of few rows, for each product of a layer, on one GPU.
 
     python -m benchmark.kernels.sweep_products [--models Llama-3.1-8B ...] [--ranks 2] [--rows 1 64]
         [--e4m3]
 
-The products are those of one of the ranks that a model is divided among. Weights are not in L2, and
-a product starts while the one before ends, as in a step. Candidates are compiled by as many
-processes as there are cores; only one is timed at a time. `splits`: parts of the inputs, which the
-ranks' sum adds up; 0 stands for cuBLAS. With `--e4m3` the weights are in e4m3, and so are
-rows for the tensor core. Floors: the weights once, at the copy rate of an H200."""
+The products are those of one rank with tensor parallelism. Weights are not in L2, and a product
+starts while the previous one ends, as in a step. All cores compile candidates; only one is timed at
+a time. `splits` is the number of parts of the inputs, which the ranks' sum adds up; 0 is cuBLAS.
+With `--e4m3` the weights are in e4m3, and so are rows for the tensor core. The floor is the time to
+read the weights once at the copy rate of an H200."""
 
 import argparse
 import multiprocessing
@@ -33,12 +33,12 @@ from parrot.engine.kernels.row_codes import row_codes
 
 ALL = {**MODELS, "Llama-3.1-70B": Model(8192, 80, 64, 8, 28672, 128256)}
 SHARED_BYTES = 225 << 10
-L2_BYTES = 400 << 20  # of weights that take turns: several times what L2 holds
+L2_BYTES = 400 << 20  # Bytes of rotating weights: several times the size of L2.
 LAUNCHES = 24
 
 Tile = tuple[int, int, int, int]
 """Outputs, columns, stages, warps. Without stages and columns: whole rows of weights, without the
-matrix unit."""
+tensor core."""
 
 PLAIN: Sequence[Tile] = [
     *((16, 256, 5, 4), (16, 512, 4, 2), (32, 128, 5, 4), (32, 128, 8, 4), (32, 256, 4, 4)),
@@ -63,7 +63,7 @@ ROW: Sequence[Tile] = [
     *((outputs, 0, 0, warps) for outputs in (2, 4, 8, 16) for warps in (4, 8)),
     *((1, 0, 0, 8), (8, 0, 0, 16)),
 ]
-MAX_REGISTERS = 128  # of a thread, for weights
+MAX_REGISTERS = 128  # Registers of a thread for weights.
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def candidates(product: Product, rows: int, *, e4m3: bool = False) -> list[Candi
 
 
 def compile_all(found: Sequence[Any]) -> None:
-    """Compile candidates of any sweep with all cores. They have the methods of `Candidate`."""
+    """Compile candidates of a sweep, with the methods of `Candidate`, on all cores."""
     count = min(len(found), os.cpu_count() or 1)
     with multiprocessing.get_context("spawn").Pool(count) as pool:
         pool.map(_compile, [found[i::count] for i in range(count)])
@@ -167,7 +167,7 @@ def _compile(part: Sequence[Any]) -> None:
 
 
 def bench(found: Sequence[Candidate]) -> Iterator[dict[str, object]]:
-    """Candidates of one product and number of rows."""
+    """Time the candidates of one product and number of rows."""
     first = found[0]
     product, rows = first.product, first.rows
     num_bytes = first.item_size * product.weight_shape[0] * product.inputs

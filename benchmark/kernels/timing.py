@@ -1,4 +1,4 @@
-"""Timing on a CUDA device, and the ceilings that every figure is held against."""
+"""Timing on a CUDA device, and the device's peak rates."""
 
 import itertools
 import statistics
@@ -9,7 +9,7 @@ import torch
 
 
 def time_graph(run: Callable[[], object], *, replays: int = 20, per_run: int = 1) -> float:
-    """Microseconds of one of the `per_run` calls that `run` makes: median over graph replays."""
+    """Microseconds of one call, if `run` makes `per_run` calls; the median over graph replays."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):  # compile and warm up outside the capture
@@ -24,7 +24,7 @@ def time_graph(run: Callable[[], object], *, replays: int = 20, per_run: int = 1
 
 
 def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
-    """Microseconds of one replay, the median."""
+    """The median microseconds of one replay."""
     torch.cuda.synchronize()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
     marks[0].record()
@@ -37,12 +37,12 @@ def replay_us(graph: torch.cuda.CUDAGraph, replays: int) -> float:
 
 
 def ceilings() -> dict[str, float]:
-    """What this device reaches: a large copy, reads that stay in L2, a matrix product, and the
+    """The device's measured rates for a large copy, reads from L2 and a matrix product, and the
     cost of one more dependent kernel in a graph."""
     results = {}
     size = (1 << 30,)
     source, target = (torch.randn(size, device="cuda").to(torch.bfloat16) for _ in range(2))
-    # A kernel: the copy node of a graph is slower than the memory.
+    # The copy is a kernel, because a copy node in a graph does not reach the memory's rate.
     micros = time_graph(partial(torch.neg, source, out=target), replays=10)
     results["copy_tb_s"] = 2 * source.nbytes / micros / 1e6
     small = torch.randn(5 << 20, device="cuda")

@@ -1,12 +1,11 @@
-"""Order and placement as other services have them, to compare with, and a simulated cluster that
-has them.
+"""Baselines for order and placement, as in other services, and a simulated cluster that uses them.
 
-    app_fifo        by application: the first to come first; in it, by arrival
-    las             by application: the least service had so far first; in it, by arrival
+    app_fifo        the oldest application first; within an application, in order of arrival
+    las             the application with the least attained service first; within it, by arrival
     round_robin     every engine in turn
-    prefix_aware    the engine that was sent the longest beginning of the prompt, as routers do
+    prefix_aware    the engine that was sent the longest prefix of the prompt, as in routers
 
-They know neither graphs nor predicted seconds."""
+The baselines use neither graphs nor predicted seconds."""
 
 from collections.abc import Hashable, Mapping
 from itertools import chain
@@ -23,15 +22,15 @@ from parrot.utils.clock import Clock
 from parrot.utils.heaps import LruDict
 
 # The defaults of SGLang's router.
-_MIN_MATCH = 0.3  # of a prompt that an engine must have seen to attract it
-_BALANCE_ABS, _BALANCE_REL = 64, 1.5  # beyond both differences in load, load alone counts
+_MIN_MATCH = 0.3  # The fraction of a prompt that an engine must have seen to be preferred.
+_BALANCE_ABS, _BALANCE_REL = 64, 1.5  # If the load difference exceeds both, only load counts.
 
-_MAX_KEYS = 100_000  # prefixes remembered
+_MAX_KEYS = 100_000  # The maximum number of remembered prefixes.
 
 
 class _Ranked(ByApplication):
-    """Tells engines each application's place, too: its key, as it was when one of its calls ended
-    last. What is placed until the next ends stands side by side, as the parts of a stage should."""
+    """Also gives engines each application's rank: its key when its last call ended. Calls that are
+    placed before the next end have equal rank, as the calls of a stage should."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(clock)
@@ -58,8 +57,8 @@ class AppFifo(_Ranked):
 
 
 class LeastAttainedService(_Ranked):
-    """The application first that has had the least, running calls included; each counts as the
-    seconds that it was predicted to take when it was placed."""
+    """The application with the least service first, including running calls. A call counts as the
+    seconds that were predicted when it was placed."""
 
     def group_key(self, group: Hashable) -> float:
         assert isinstance(group, int)
@@ -67,10 +66,11 @@ class LeastAttainedService(_Ranked):
 
 
 class Router(Placer):
-    """Knows which engines have room for a task. Subclasses choose one of them."""
+    """Finds the engines with capacity for a task. Subclasses choose one of them."""
 
     def _open(self, task: CompletionTask) -> list[EngineLoad]:
-        """The engines with room for the task; those that failed with it only if no other has."""
+        """The engines with capacity for the task. An engine that failed with this task is
+        included only if no other has capacity."""
         found = [load for load in self._loads.members(task.models) if self._has_room(task, load)]
         return [load for load in found if load.id not in task.failed_engines] or found
 
@@ -86,7 +86,7 @@ class Router(Placer):
 
 
 class RoundRobin(Router):
-    """Takes every engine in turn."""
+    """Chooses the engines in turn."""
 
     def __init__(self, loads: LoadIndex) -> None:
         super().__init__(loads)
@@ -103,9 +103,9 @@ class RoundRobin(Router):
 
 
 class PrefixAware(Router):
-    """The engine that was sent the longest beginning of the prompt, if that is a good part of it
-    and the load is not too uneven, else the one with the fewest tasks. What an engine has evicted
-    since is not known: the router only knows what it sent."""
+    """The engine that was sent the longest prefix of the prompt, if this prefix is long enough and
+    the load is not too uneven. Otherwise the engine with the fewest tasks. The router does not know
+    about evictions."""
 
     def __init__(self, loads: LoadIndex) -> None:
         super().__init__(loads)
@@ -150,8 +150,8 @@ NAMES = frozenset({*ORDERS, *PLACERS})
 
 
 def cluster_with(*names: str) -> type[SimCluster]:
-    """Simulated clusters whose calls are ordered and placed by the baselines of these names, and
-    else as their config says. Names of no baseline change nothing."""
+    """Simulated clusters that order and place calls by the named baselines. Names that are not
+    baselines have no effect: the config applies."""
 
     class BaselineCluster(SimCluster):
         def make_dispatcher(self, config: CoreConfig) -> Dispatcher:

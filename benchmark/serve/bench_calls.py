@@ -1,20 +1,20 @@
-"""ServeCore alone: semantic calls per second, added latency, and idle CPU, with `sim` engines.
+"""ServeCore alone: calls per second, added latency and idle CPU use, with `sim` engines.
 
     python -m benchmark.serve.bench_calls
     python -m benchmark.serve.bench_calls --features
 
-ServeCore has the first core to itself; the load generator and the engines share the others. The
-engines' cost model is zero, so all time is the service's. Three measurements:
+ServeCore has the first core exclusively. The load generator and the engines share the others. The
+engines' costs are zero, so all time is ServeCore's. Three measurements:
 
-  throughput  closed loop of `--concurrency` programs, each: submit a call, read its output
-  latency     one program alone, submit to value; the same call sent straight to the engine is
-              subtracted: what is left is what ServeCore adds
-  idle        CPU seconds per second of ServeCore and of an engine without any request
+  throughput  closed loop of `--concurrency` programs: each submits a call and reads its output
+  latency     one program alone, from submit to value, minus the time of the same call sent to the
+              engine directly
+  idle        CPU seconds per second of ServeCore and of an engine without requests
 
-With `--features` another one: what the application-level features cost where they have nothing to
-gain. Two services run, one with all features on and one with all off, and take turns: the CPU time
-of a single call in each, for several numbers of engines and of programs. Turns are short, so that
-both meet the same machine: the ratio is the median of those of turns that follow each other.
+`--features` measures instead what the application-level features cost if they gain nothing. Two
+services take turns, one with all features on and one with all off. The figure is the CPU time of a
+single call, for several numbers of engines and programs. Turns are short, so that both services see
+the same machine load. The ratio is the median over consecutive turns.
 """
 
 import argparse
@@ -46,7 +46,7 @@ WARM_UP_TURNS = 8
 
 
 class Program:
-    """Calls over plain REST, one after the other; every 50 of them are a session."""
+    """A program that makes consecutive REST calls, 50 in each session."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
@@ -56,7 +56,7 @@ class Program:
 
     @property
     def session_id(self) -> int:
-        """Of the session that its last call was in."""
+        """The session of the last call."""
         return int(self._scope["session_id"])
 
     async def call(self, question: str) -> str:
@@ -86,7 +86,7 @@ class Program:
             return content
 
     async def end(self) -> None:
-        """End the session of its last call."""
+        """End the session of the last call."""
         session_id, self._num_left = self.session_id, 0
         headers = {"Authorization": f"Bearer {self._scope['session_auth']}"}
         url = f"{self._url}/v1/session/{session_id}"
@@ -101,7 +101,7 @@ class Program:
 
 
 async def run(programs: Sequence[Program], num_calls: int) -> None:
-    """So many calls by programs that all run at once."""
+    """Make `num_calls` calls by programs that all run at once."""
     remaining = iter(range(num_calls))
 
     async def work(program: Program) -> None:
@@ -126,8 +126,8 @@ def connect() -> aiohttp.ClientSession:
 async def latency(
     core_url: str, engine_url: str, cluster_token: str | None, num_calls: int
 ) -> dict[str, Any]:
-    """Milliseconds of a call through ServeCore and of one straight to the engine, in turns.
-    `added`: the difference of each such pair."""
+    """Milliseconds of a call through ServeCore and of a call to the engine directly, in turns.
+    `added`: the difference of each pair."""
     authorization = {"Authorization": f"Bearer {cluster_token}"}
     async with (
         connect() as http,
@@ -166,19 +166,19 @@ async def generate_directly(http: aiohttp.ClientSession, url: str, context_id: i
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time on a core, of the threads that a process has now (Linux)."""
+    """CPU time of the current threads of a process (Linux)."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return 1e-9 * sum(int(thread.read_text().split()[0]) for thread in threads)
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started (Linux)."""
+    """The child processes of a process (Linux)."""
     lists = Path(f"/proc/{pid}/task").glob("*/children")
     return [int(child) for one in lists for child in one.read_text().split()]
 
 
 def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
-    """Fraction of one core that each idle process uses."""
+    """The fraction of one core that each idle process uses."""
     names = ["core", cluster.engine_names[0]]
     before = {name: cpu_seconds(cluster.process(name).pid) for name in names}
     time.sleep(seconds)
@@ -188,8 +188,8 @@ def idle_cpu(cluster: Cluster, seconds: float) -> dict[str, float]:
 
 @contextmanager
 def pinned(*clusters: Cluster, num_own: int = 1) -> Iterator[None]:
-    """ServeCores in turn on one of the first `num_own` cores, all else on the others, also what
-    they have started."""
+    """Pins each ServeCore to one of the first `num_own` cores, in turn, and all other processes and
+    their children to the remaining cores."""
     cores = sorted(os.sched_getaffinity(0))
     for number, cluster in enumerate(clusters):
         core = cluster.process("core").pid
@@ -241,7 +241,7 @@ def compare_features(args: argparse.Namespace, report: Report) -> None:
 
 async def compare(sides: dict[str, Cluster], num_turns: int) -> list[dict[str, Any]]:
     """CPU milliseconds of a call with all features on and with all off, by number of programs. The
-    first turns only fill the engines' memory, as it is after a while in use."""
+    first turns only fill the engines' memory, as in a service that has run for some time."""
     async with connect() as http:
         rows = []
         for concurrency, num_calls in ((256, 512), (32, 400), (1, 100)):
@@ -268,7 +268,7 @@ async def spend(cluster: Cluster, programs: Sequence[Program], num_calls: int) -
 
 
 def quartiles_and_error(values: list[float]) -> tuple[float, float, float, float]:
-    """The quartiles, and the standard error of the median, by the quartiles."""
+    """The quartiles, and the standard error of the median, estimated from the quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high, 1.25 * (high - low) / 1.35 / len(values) ** 0.5
 
@@ -289,10 +289,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--calls", type=int, default=4000)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--pairs", type=int, default=500, help="calls whose latency is measured")
+    parser.add_argument("--pairs", type=int, default=500, help="calls for the latency")
     parser.add_argument("--idle-seconds", type=float, default=20.0)
-    parser.add_argument("--features", action="store_true", help="compare them on and off")
-    parser.add_argument("--turns", type=int, default=24, help="of each side, with --features")
+    parser.add_argument("--features", action="store_true", help="compare all features on and off")
+    parser.add_argument("--turns", type=int, default=24, help="turns of each side, with --features")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,13 +1,12 @@
-"""What eager fill saves: a question that comes late, on a long context that is there early.
+"""The gain of eager fill: a late question on a long context that is available early.
 
     python -m benchmark.serve.bench_eager
 
-Runs the real ServeCore over one `sim` engine on virtual time, with `eager_fill` off and on. A
-`rag` program has a context of 8k tokens and reads its answer at once; its question comes later, and
-the time to the first token counts from then. Bystanders are readers of streams, each beginning the
-next when one ends, of lengths that differ, so that they do not keep in step; what counts is their
-mean time per token. In the last rows some programs, or all, go away instead of asking: what was
-computed ahead for them was in vain.
+Runs the real ServeCore with one `sim` engine in virtual time, with `eager_fill` off and on. A `rag`
+program submits a context of 8k tokens and starts to read its answer. Its question comes later, and
+the time to first token counts from then. Bystanders read one stream after another. Streams have
+different lengths, so that they do not start at the same time. Their figure is the mean time per
+token. In the last rows some or all programs end without asking, so their eager fill is wasted.
 """
 
 import argparse
@@ -33,16 +32,16 @@ DELAYS_S = (0.5, 2.0, 8.0)
 WITHDRAWN = (0.0, 0.2, 1.0)
 SHARES = (0.02, 0.2)
 ENGINE = ENGINES / "sim_llama_3_1_8b.json"
-CONTEXT, QUESTION, ANSWER = 8192, 64, 64  # tokens of a program
+CONTEXT, QUESTION, ANSWER = 8192, 64, 64  # Tokens of a program.
 BYSTANDER_PROMPT = 256
-BYSTANDER_OUTPUTS = (64, 192)  # from, to
-INTERVAL_S = 1.5  # mean time between programs
+BYSTANDER_OUTPUTS = (64, 192)  # Minimum and maximum tokens.
+INTERVAL_S = 1.5  # Mean time between programs.
 
 
 @dataclass(frozen=True)
 class Setup:
-    """`delay_s`: from a program's beginning to its question, or to its end; the latter for the
-    fraction `withdrawn` of them. `background_share`: the engine's limit."""
+    """`delay_s`: from a program's start to its question. The fraction `withdrawn` of programs ends
+    at this time instead. `background_share`: the engine's limit."""
 
     num_bystanders: int
     delay_s: float
@@ -52,8 +51,8 @@ class Setup:
 
 
 class Load:
-    """The programs and the bystanders of one run. `times` are in seconds: `ttft_s` from the
-    question, `later_ttft_s` that of the second half of the programs."""
+    """The programs and the bystanders of one run. `times` are in seconds: `ttft_s` counts from the
+    question, `later_ttft_s` is for the second half of the programs."""
 
     def __init__(self, setup: Setup, client: ServeClient) -> None:
         self.times: dict[str, list[float]] = defaultdict(list)

@@ -1,15 +1,15 @@
-"""What the vendors' endpoints cost, beyond what an engine costs that is asked directly.
+"""The overhead of the vendors' endpoints, compared with direct requests to the engine.
 
     python -m benchmark.serve.bench_front_door
 
-Conversations grow turn by turn, as an agent's do, to so many tokens of four letters. Then the last
-turn is continued again and again: over HTTP through an endpoint, which is sent the whole history,
-or the id of the response before, and by asking the engine directly for the same new turn on a
-context that has the history already. The engine's steps cost nothing. Both are streamed, in turns:
+Conversations grow turn by turn, like an agent's, to a given number of tokens of four letters. Then
+the last turn is repeated in two ways, in turns. Through an endpoint, the client sends the whole
+history, or the id of the previous response, over HTTP. Directly, the engine gets the same new turn
+on a context that has the history. The engine's steps cost nothing. Both are streamed:
 
-  first, whole   milliseconds to the first text and to the end, less those of the engine
-  bytes          milliseconds of a request of the same size that is refused once it has been read,
-                 which is part of both
+  first, whole   milliseconds to the first text and to the end, minus those of the engine
+  bytes          milliseconds of a request of the same size that is rejected after it has been
+                 read; `first` and `whole` include them
   cpu            milliseconds of ServeCore's process for one turn
 """
 
@@ -44,8 +44,9 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 
-LETTERS_PER_TOKEN = 4  # a letter is a token of the engine, but a quarter of most models' tokens
-ANSWER = 4  # letters
+# A letter is a token of this engine, but a quarter of a token of most models.
+LETTERS_PER_TOKEN = 4
+ANSWER = 4  # Letters.
 ROOM = {
     "num_kv_cache_blocks": 2**13,
     "block_size": 1024,
@@ -61,8 +62,8 @@ Messages = list[dict[str, str]]
 
 @dataclass(frozen=True)
 class Api:
-    """An endpoint. `body` makes a request of messages and of the id of the response before; `text`
-    finds the text in an event, if it has some."""
+    """An endpoint. `body` makes a request from messages and the id of the previous response. `text`
+    returns the text of an event, if any."""
 
     path: str
     body: Callable[[Messages, str], Json]
@@ -111,7 +112,7 @@ APIS = {
 
 @dataclass
 class Turn:
-    """`first_s` and `whole_s`: seconds until the first text came, and until the last."""
+    """`first_s` and `whole_s`: seconds until the first text and until the last."""
 
     first_s: float
     whole_s: float
@@ -121,7 +122,7 @@ class Turn:
 
 @dataclass
 class Conversation:
-    """`before`: the id of the last response, where there are such."""
+    """`before`: the id of the last response, for endpoints with ids."""
 
     api: Api
     http: aiohttp.ClientSession
@@ -130,7 +131,7 @@ class Conversation:
     before: str = ""
 
     async def ask(self, question: str) -> Turn:
-        """One more turn, which nothing remembers here."""
+        """One more turn, which is not added to the conversation."""
         body = self._body(question)
         began = time.perf_counter()
         first, text, response_id = None, "", ""
@@ -148,7 +149,7 @@ class Conversation:
         self.before = turn.response_id
 
     async def refused_s(self, question: str) -> float:
-        """Seconds of a request with the same bytes, of which nothing but those is looked at."""
+        """Seconds of a request with the same bytes that is rejected after it has been read."""
         body = self._body(question)
         began = time.perf_counter()
         headers = {"Content-Type": "text/plain"}
@@ -178,14 +179,14 @@ def user(text: str) -> dict[str, str]:
 
 
 class Direct:
-    """Asks the engine itself, as ServeCore does."""
+    """Sends requests to the engine directly, as ServeCore does."""
 
     def __init__(self, client: EngineClient, first_id: int = 2**40) -> None:
         self.client = client
         self._ids = count(first_id)
 
     async def fill(self, num_tokens: int) -> int:
-        """A context with so many tokens."""
+        """A new context with `num_tokens` tokens."""
         context = next(self._ids)
         ids = random.Random(context).choices(range(97, 123), k=num_tokens)
         await self.client.fill(FillRequest(context_id=context, token_ids=ids))
@@ -246,7 +247,7 @@ async def overheads(cluster: Cluster, args: argparse.Namespace, report: Report) 
 
 
 def summary(rows: Sequence[tuple[Turn, Turn, float, float]]) -> Json:
-    """Milliseconds, of turns through ServeCore and directly that follow each other."""
+    """Milliseconds of consecutive turns through ServeCore and directly."""
     first = [1e3 * (turn.first_s - asked.first_s) for turn, asked, _, _ in rows]
     whole = [1e3 * (turn.whole_s - asked.whole_s) for turn, asked, _, _ in rows]
     return {
@@ -263,9 +264,9 @@ def summary(rows: Sequence[tuple[Turn, Turn, float, float]]) -> Json:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--endpoints", nargs="+", choices=list(APIS), default=list(APIS))
-    parser.add_argument("--new", type=int, default=500, help="tokens of a turn")
-    parser.add_argument("--turns", type=int, default=60, help="of each kind")
-    parser.add_argument("--warm-up", type=int, default=5, help="turns before these")
+    parser.add_argument("--new", type=int, default=500, help="new tokens of a turn")
+    parser.add_argument("--turns", type=int, default=60, help="turns of each kind")
+    parser.add_argument("--warm-up", type=int, default=5, help="warm-up turns")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -2,8 +2,8 @@
 
     python -m benchmark.serve.bench_in_front
 
-The server answers at once (`instant_server.py`). Streamed requests of 4,000 letters go through
-ServeCore, through a proxy that reads nothing (`plain_proxy.py`, the floor) and to the server
+The server answers immediately (`instant_server.py`). Streamed requests of 4,000 letters go through
+ServeCore, through a proxy that parses nothing (`plain_proxy.py`, the floor), and to the server
 directly, in turns. `--idle-s` is the time between two requests, in which caches become cold:
 
   ttft_ms       milliseconds to the first token, median, and what ServeCore and the proxy add
@@ -58,7 +58,7 @@ async def until_ready(http: aiohttp.ClientSession, url: str) -> None:
                         return
             except aiohttp.ClientConnectionError:
                 pass
-            await asyncio.sleep(0.05)  # Nothing else reports when the server has a model.
+            await asyncio.sleep(0.05)  # Poll: there is no notification when the server has a model.
 
 
 async def ask(
@@ -92,8 +92,8 @@ async def ttft(
     idle_s: float,
     letters: int = PROMPT_LETTERS,
 ) -> dict[str, float]:
-    """Milliseconds. `urls`: "parrot", "proxy" and "direct". The requests have 2 tokens, so that
-    the end of an answer does not arrive with its first token."""
+    """Milliseconds to the first token. `urls`: "parrot", "proxy" and "direct". The requests have 2
+    tokens, so that the end of an answer does not arrive with its first token."""
     times: dict[str, list[float]] = {way: [] for way in urls}
     for _ in range(num):
         for way, url in urls.items():
@@ -146,8 +146,8 @@ async def measure_api(
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200, help="per figure")
-    parser.add_argument("--idle-s", type=float, default=0.0, help="before each request")
-    parser.add_argument("--streams", type=int, default=256, help="at a time, for `chunks`")
+    parser.add_argument("--idle-s", type=float, default=0.0, help="pause before each request")
+    parser.add_argument("--streams", type=int, default=256, help="concurrent streams, for `chunks`")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,15 +1,15 @@
-"""What ServeCore's journal costs, and how soon it is back, with `sim` engines that cost nothing.
+"""The cost of ServeCore's journal, and the time to restart, with `sim` engines without costs.
 
     python -m benchmark.serve.bench_journal
 
-Two services run, one with a journal and one without, and take turns, so that both meet the same
+Two services take turns, one with a journal and one without, so that both see the same load of the
 machine and disk:
 
   calls    calls per second, submit to value, of `--concurrency` programs at once
   submit   milliseconds from a submit to its answer, of one program alone
   restart  seconds from the start of a process to the answer of its `/health`, after `kill -9`, with
-           `--sessions` sessions of three calls each in the journal; `all_s`: until the last of
-           them has come back, though nobody asked for it
+           `--sessions` sessions of three calls each in the journal; `all_s`: until all sessions
+           have been restored in the background
 """
 
 import argparse
@@ -37,7 +37,7 @@ CALLS_OF_A_SESSION = 3
 
 
 class ShortProgram(Program):
-    """Begins a session for every few calls."""
+    """A program with few calls in each session."""
 
     async def call(self, question: str) -> str:
         if not self._num_left:
@@ -56,7 +56,7 @@ async def rate(cluster: Cluster, concurrency: int, num_calls: int) -> float:
 
 
 async def submits(cluster: Cluster, count: int) -> list[float]:
-    """Milliseconds of each."""
+    """The milliseconds of each submit."""
     async with connect() as http:
         program = Program(http, cluster.core_url)
         await program.call("Who is there?")
@@ -93,7 +93,7 @@ async def compare(on: Cluster, off: Cluster, args: argparse.Namespace) -> dict[s
 
 
 def variables(cluster: Cluster) -> float:
-    """Those that have come back."""
+    """The number of restored variables."""
     headers = {"Authorization": f"Bearer {cluster.cluster_token}"}
     request = urllib.request.Request(f"{cluster.core_url}/metrics", headers=headers)
     with urllib.request.urlopen(request, timeout=60) as answer:
@@ -135,11 +135,13 @@ def restart(path: Path, num_sessions: int) -> dict[str, Any]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--calls", type=int, default=1000, help="of one turn of a side")
-    parser.add_argument("--submits", type=int, default=100, help="of one turn of a side")
-    parser.add_argument("--turns", type=int, default=12, help="of each side")
+    parser.add_argument("--calls", type=int, default=1000, help="calls in a turn")
+    parser.add_argument("--submits", type=int, default=100, help="submits in a turn")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each side")
     parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--folder", default=None, help="of the journals; it says which disk")
+    parser.add_argument(
+        "--folder", default=None, help="the journals' folder, which selects the disk"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

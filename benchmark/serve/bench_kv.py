@@ -1,11 +1,11 @@
-"""What eviction by the predicted next use saves, against LRU and against one that knows the future.
+"""Savings of eviction by predicted next use, compared with LRU and with an optimal eviction.
 
     python -m benchmark.serve.bench_kv tool_pause --tools five two one
     python -m benchmark.serve.bench_kv dag --chats 10 --warm-up 10 --duration 100
 
-Runs the real ServeCore over `sim` engines on virtual time, the same programs with `kv_eviction`
-`lru` and `next_use`. For `tool_pause` the recorded turns are then replayed offline by Belady's
-rule (see kv_belady.py).
+Runs the real ServeCore with `sim` engines in virtual time: the same programs with `kv_eviction`
+`lru` and `next_use`. For `tool_pause`, Belady's rule then replays the recorded turns offline
+(kv_belady.py).
 """
 
 import argparse
@@ -30,8 +30,8 @@ from parrot.simulation import SimCluster, run_virtual
 BLOCK_SIZE = 16
 TASKS_CAPACITY = 16
 EXACT = {"ignore_tokenizer_eos": True}
-SYSTEM, MESSAGE, OUTPUT = 1000, 300, 60  # tokens; a message has from half to one and a half
-DOCUMENT = (1500, 4500)  # tokens, from and to
+SYSTEM, MESSAGE, OUTPUT = 1000, 300, 60  # Tokens. A message has 0.5 to 1.5 times as many.
+DOCUMENT = (1500, 4500)  # Minimum and maximum tokens.
 COUNTERS = {
     "hit_tokens": "parrot_kv_hit_tokens_total",
     "recomputed_tokens": "parrot_kv_recomputed_tokens_total",
@@ -41,14 +41,14 @@ COUNTERS = {
 
 @dataclass(frozen=True)
 class Setup:
-    """`oversubscription`: tokens that are live at once, over what the engines hold."""
+    """`oversubscription`: tokens that are live at once, divided by the engines' capacity."""
 
     seed: int
     num_chats: int
     num_turns: int
     tools: str
     oversubscription: float
-    warm_up_s: float  # not counted
+    warm_up_s: float  # Time that is not counted.
     duration_s: float
 
 
@@ -63,12 +63,13 @@ TOOLS_S: dict[str, dict[str, tuple[float, float]]] = {
     "two": {"lookup": (1.0, 3.0), "build": (20.0, 30.0)},
     "one": {"work": (1.0, 30.0)},
 }
-"""How long each tool takes: uniform between these. A turn calls any of `two` equally often, and of
-`five` so that all pauses together are uniform from 1 to 30 s, as they are with `one`."""
+"""The duration of each tool is uniform between these seconds. Turns call both tools of `two`
+equally often. They call the tools of `five` so that all pauses together are uniform from 1 to 30 s,
+as with `one`."""
 
 
 class Load(ABC):
-    """Programs on seats: on each, one begins when the one before has ended."""
+    """Programs on seats. A seat runs one program after the other."""
 
     def __init__(self, setup: Setup, client: ServeClient) -> None:
         self.setup = setup
@@ -81,11 +82,11 @@ class Load(ABC):
 
     @abstractmethod
     async def seat(self, number: int, draw: random.Random) -> None:
-        """Run one program after the other, without an end."""
+        """Run one program after the other, until cancelled."""
 
     @abstractmethod
     def figures(self, capacity: int) -> dict[str, Any]:
-        """What was measured besides the counters of ServeCore."""
+        """The measured figures, besides ServeCore's counters."""
 
 
 class Chats(Load):
@@ -137,7 +138,7 @@ class Chats(Load):
     async def _turn(
         self, session: BenchSession, previous: Var | None, tool: str, message: str
     ) -> Var:
-        """A stateful call, which continues the chat so far."""
+        """A stateful call that continues the chat."""
         prompt = [Data(message)] if previous else [self._system, Data(message)]
         continued = previous.request_id if previous else None
         options: dict[str, Any] = {"func_name": tool, "successor_of": continued}
@@ -147,8 +148,8 @@ class Chats(Load):
 
 
 class Apps(Load):
-    """Applications that read their documents twice: once each, then again with a question that
-    comes from what all said. Everything is submitted at once.
+    """Applications that read each document twice: first alone, then with a question that is
+    generated from all first readings. All calls are submitted at once.
 
         read (doc i) -> question -> read again (doc i, question) -> answer"""
 
@@ -187,7 +188,7 @@ class Apps(Load):
 
 
 def _engine(capacity: int) -> SimConfig:
-    """The KV pool has room to spare: it is ServeCore's eviction that is compared."""
+    """An engine with more KV than ServeCore uses, since only ServeCore's eviction is measured."""
     return SimConfig.model_validate(
         {
             "tokens_capacity": capacity,
@@ -200,7 +201,7 @@ def _engine(capacity: int) -> SimConfig:
 async def _simulate(
     kind: type[Chats] | type[Apps], setup: Setup, policy: str, capacity: int
 ) -> tuple[Any, dict[str, int]]:
-    """The programs, and what ServeCore counted after the warm-up."""
+    """The programs, and ServeCore's counters after the warm-up."""
     core = core_config(kv_eviction=policy)
     async with SimCluster(1, engine=_engine(capacity), core=core) as cluster:
         load = kind(setup, cluster.client())
@@ -221,7 +222,7 @@ def _counts(cluster: SimCluster) -> dict[str, int]:
 
 
 def compare(workload: str, setup: Setup) -> dict[str, Any]:
-    """Both policies, on engines that hold a part of the tokens that are live."""
+    """Both policies, on engines with less capacity than there are live tokens."""
     kind: type[Chats] | type[Apps] = Chats if workload == "tool_pause" else Apps
     live: float = setup.num_chats * setup.num_turns * sum(DOCUMENT) / 2
     if kind is Chats:
@@ -244,7 +245,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--tools", choices=list(TOOLS_S), nargs="+", default=["five"], help="of `tool_pause`"
     )
     parser.add_argument("--chats", type=int, default=48, help="chats or applications at once")
-    parser.add_argument("--turns", type=int, default=12, help="turns of a chat, or documents")
+    parser.add_argument(
+        "--turns", type=int, default=12, help="turns of a chat, or documents of an application"
+    )
     parser.add_argument("--oversubscription", type=float, nargs="+", default=[2.0])
     parser.add_argument("--warm-up", type=float, default=200.0, help="not counted")
     parser.add_argument("--duration", type=float, default=600.0, help="simulated seconds")

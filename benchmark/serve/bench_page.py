@@ -1,17 +1,17 @@
-"""The cost of the page for programs: of open views, and of the history of finished runs.
+"""The cost of the page for programs: open views, and the history of finished runs.
 
     python -m benchmark.serve.bench_page --output benchmark/results/page.json
     python -m benchmark.serve.bench_page --history --output benchmark/results/page_history.json
 
-One ServeCore with simulated engines serves programs, at a pace that the engines' steps set, in
-turns without viewers and with viewers of the overview, the placement, the series and one session
-each; all three change all the time. `share` is what viewers take of ServeCore's thread, and so of
-the calls that it could serve: the median difference of CPU seconds a second, of turns that follow
-each other. Sessions of 50 calls stay live, so the views grow with every turn.
+One ServeCore with simulated engines serves programs at a constant pace, which the engines' steps
+set. Turns without viewers alternate with turns in which viewers watch the overview, the placement,
+the series and one session. All of these change continuously. `share` is the viewers' share of
+ServeCore's thread: the median difference of CPU seconds per second between consecutive turns.
+Sessions of 50 calls stay live, so the views grow with every turn.
 
-With `--history`, two tenants take turns, one of them without a history. Each session has one call
-and is deleted, which is the worst case. `ratio` is the CPU time per session, by turns. Both tenants
-are in one process, because two processes with equal settings differ by 3%.
+With `--history`, two tenants take turns, one with history and one without. Each session has one
+call and is deleted, which is the worst case. `ratio` is the ratio of CPU time per session. Both
+tenants are in one process, because two processes with equal settings differ by 3%.
 """
 
 import argparse
@@ -46,7 +46,7 @@ _WARM_UP_TURNS = 2
 
 
 class Viewer:
-    """A feed in a browser that draws nothing. `began`: it has its first rows."""
+    """A client of the page's feed. `began` is set when it has its first rows."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -62,11 +62,11 @@ class Viewer:
 
 @asynccontextmanager
 async def looking(cluster: Cluster, session_id: int, count: int) -> AsyncIterator[list[Viewer]]:
-    """So many viewers of every view, from when each has its first rows."""
+    """Opens `count` viewers of each view. The block starts when all have their first rows."""
     api = f"{cluster.core_url}/ui/api"
     views = ("overview", "placement", "series", f"sessions/{session_id}") * count
     viewers = [Viewer() for _ in views]
-    jar = aiohttp.CookieJar(unsafe=True)  # of a host that is an address
+    jar = aiohttp.CookieJar(unsafe=True)  # Needed for hosts that are IP addresses.
     connector = aiohttp.TCPConnector(limit=0)
     async with AsyncExitStack() as stack:
         http = await stack.enter_async_context(
@@ -90,7 +90,7 @@ async def looking(cluster: Cluster, session_id: int, count: int) -> AsyncIterato
 
 
 async def load(cluster: Cluster, programs: Sequence[Program], num_calls: int) -> float:
-    """CPU seconds of ServeCore a second, while so many calls are made."""
+    """CPU seconds per second of ServeCore, while `num_calls` calls are made."""
     pid = cluster.process("core").pid
     began, before = time.monotonic(), cpu_seconds(pid)
     await run(programs, num_calls)
@@ -174,7 +174,9 @@ def measure_history(args: argparse.Namespace, report: Report) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--history", action="store_true", help="compare with and without it")
+    parser.add_argument(
+        "--history", action="store_true", help="compare a tenant with and without history"
+    )
     parser.add_argument("--viewers", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--calls", type=int, default=128, help="of each turn")

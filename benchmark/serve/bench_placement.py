@@ -1,14 +1,15 @@
-"""What placement by predicted seconds buys over what request routers do.
+"""The gain of placement by predicted seconds over the rules of request routers.
 
     python -m benchmark.serve.bench_placement gpts --rates 4 16 64
     python -m benchmark.serve.bench_placement fanout_cold
     python -m benchmark.serve.bench_placement mixed --again
 
-Runs the real ServeCore over four `sim` engines on virtual time, whose costs were fitted to an H200
-(sample_configs/engine/sim_*.json), under each value of `placement`, with several seeds. The routers
-get the same engines, with prefix caching and attention that reads shared KV once per step; and
-others: "unshared" ones read it once per sequence, those "as vLLM" also take calls by arrival and
-whole prompts into a step. "fixed" placements are chosen by hand, with all known beforehand.
+Runs the real ServeCore with four `sim` engines in virtual time, with costs that are fitted to an
+H200 (sample_configs/engine/sim_*.json), for each value of `placement` and several seeds. Routers
+get the same engines, with prefix caching and attention that reads shared KV once per step. They
+also get "unshared" engines, which read it once per sequence, and engines "as vLLM", which also run
+calls in order of arrival and put whole prompts into a step. "fixed" placements are chosen by hand
+with full knowledge of the load.
 """
 
 import argparse
@@ -42,7 +43,8 @@ UNSHARED: dict[str, Any] = {"instance.shared_prefix": False}
 
 
 def as_vllm(engine: SimConfig, tokens: int) -> SimConfig:
-    """Prompts come by arrival, as much of them in a step as fits its budget, whoever generates."""
+    """An engine that computes prompts in order of arrival, as many tokens per step as fit its
+    budget, even next to decodes."""
     scheduler = {"policy": "fcfs", "max_num_batched_tokens": tokens, "mixed_fill_tokens": tokens}
     keys = {f"scheduler.{key}": value for key, value in scheduler.items()}
     return changed(engine, **UNSHARED, **keys)
@@ -72,8 +74,8 @@ def compare_gpts(args: argparse.Namespace, engine: SimConfig, report: Report) ->
 
 
 def sustained(curves: Sequence[Mapping[str, Curve]], levels: Sequence[float]) -> list[Result]:
-    """The request rate at which each curve crosses so many ms per token: the mean of the seeds, and
-    the ratios with their spread."""
+    """The request rate at which each curve crosses each level of ms per token: the mean of the
+    seeds, and the ratios with their spread."""
     rows = []
     for level in levels:
         row: Result = {"ms_per_token": level}
@@ -95,7 +97,7 @@ def spread(ratios: Sequence[float]) -> Result:
 
 
 def crossing(curve: Curve, level: float) -> float | None:
-    """The highest rate at which it is crossed."""
+    """The highest rate at which the curve crosses `level`."""
     found = None
     for (rate0, ms0), (rate1, ms1) in pairwise(curve):
         if ms0 <= level < ms1:
@@ -160,7 +162,7 @@ def compare_mixed(args: argparse.Namespace, engine: SimConfig, report: Report) -
 
 
 def gain(ours: Result, theirs: Result) -> Result:
-    """How many times as long it takes the others."""
+    """The time with the other placement, divided by the time with ours."""
 
     def ratio(what: str, which: str) -> Result:
         pairs = zip(theirs[what][which], ours[what][which], strict=True)
@@ -174,7 +176,7 @@ def gain(ours: Result, theirs: Result) -> Result:
 
 
 def summary(runs: Sequence[list[float]]) -> Result:
-    """Of each seed."""
+    """The figures of each seed."""
     found = {f"p{p}": [round(percentile(ms, p), 2) for ms in runs] for p in (50, 99)}
     return {"mean": [round(fmean(ms), 2) for ms in runs]} | found
 
@@ -199,7 +201,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     mixed = parser.add_argument_group("mixed")
     mixed.add_argument("--chats", type=int, default=40)
     mixed.add_argument("--chat-rate", type=float, default=1.0)
-    mixed.add_argument("--again", action="store_true", help="applications without an end")
+    mixed.add_argument("--again", action="store_true", help="repeat applications until the end")
     mixed.add_argument("--fixed", type=float, nargs="*", default=[], help=FIXED_HELP)
     mixed.add_argument("--apps", type=int, default=9)
     mixed.add_argument("--document", type=int, default=20_000)

@@ -1,12 +1,12 @@
-"""What reading results one by one costs over one read of all.
+"""The cost of reading results one by one, compared with one read of all.
 
     python -m benchmark.serve.bench_reads
 
-A PFunc program makes a round of calls and reads all of them, then makes the next round and reads
-that. ServeCore and one `sim` engine run as processes of this machine. The ways to read take turns:
+A PFunc program makes a round of calls and reads all of them before the next round. ServeCore and
+one `sim` engine run as processes of this machine. These ways to read take turns:
 
   at once        `P.gather(variables)`
-  one by one     `[v.get() for v in variables]`: each read says that the program is blocked
+  one by one     `[v.get() for v in variables]`: each read reports that the program is blocked
   one by one, async
                  `[await v for v in variables]`: ServeCore waits 0.1 s for other reads of the
                  program before it starts calls that are not read
@@ -28,7 +28,7 @@ from parrot import P
 from parrot.cluster import Cluster
 
 ENGINE = {"engine_type": "sim", "instance": {"step_s": 0.01}}
-CALLS = 8  # of a round
+CALLS = 8  # Calls in a round.
 ROUNDS = 2
 
 
@@ -53,7 +53,7 @@ WAYS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def seconds(vm: P.VirtualMachine, read: Callable[[list[Any]], Any]) -> float:
-    """Of a program that reads each of its rounds so."""
+    """The seconds of a program that reads each of its rounds with `read`."""
     with vm.running_scope():
         began = time.perf_counter()
         for round_ in range(ROUNDS):
@@ -70,7 +70,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
     with Cluster({}, [ENGINE]) as cluster:
         vm = P.VirtualMachine(cluster.core_url)
         for read in WAYS.values():
-            seconds(vm, read)  # the first program opens connections
+            seconds(vm, read)  # The first program opens connections.
         taken: dict[str, list[float]] = defaultdict(list)
         for _ in range(args.turns):
             for way, read in WAYS.items():

@@ -1,15 +1,15 @@
-"""What stopping losers and reusing results save, and what looking for results costs.
+"""The savings of stopped losers and of reused results, and the cost of the lookup.
 
     python -m benchmark.serve.bench_reuse
 
-best_of_n   programs want the first 4 of 16 candidates and then a judgement of these. `all` reads
-            all 16, `keep` takes the first 4 while the others run on, `first` is a `first` read.
-            Steps that an engine makes for a loser after the last winner's end are wasted.
+best_of_n   programs read the first 4 of 16 candidates and then have them judged. `all` reads all
+            16, `keep` takes the first 4 while the others continue, `first` is a `first` read.
+            Steps of a loser after the end of the last winner are wasted.
 rerun       a map-reduce, the same again, and again with one part changed, with and without reuse
-lookup      CPU time of a call that finds nothing, with and without reuse, in turns (this one in
-            real time; everything but the engine is the real ServeCore)
+lookup      CPU time of a call without a hit, with and without reuse, in turns (in real time, with
+            the real ServeCore and a simulated engine)
 
-The first two run on virtual time over `sim` engines: the same everywhere.
+The first two run in virtual time with `sim` engines, so their figures do not depend on the machine.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from parrot.simulation import PATIENT, SimCluster, SimEngine, lan, run_virtual
 from parrot.utils.clock import MonotonicClock
 
 NUM_CANDIDATES, NUM_WINNERS = 16, 4
-LENGTHS = (64, 256)  # tokens of a candidate
+LENGTHS = (64, 256)  # Minimum and maximum tokens of a candidate.
 JUDGEMENT = 64
 TEXT = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=100_000))
 GREEDY = {"temperature": 0.0}
@@ -54,7 +54,7 @@ EPSILON_S = 1e-9
 
 
 def log_steps(engine: SimEngine, steps: list[tuple[float, int]]) -> None:
-    """From now on, note when each step of the engine begins, and of how many sequences."""
+    """Record the start time and the number of sequences of each later step of the engine."""
     runner, loop = engine.service._sim_driver._runner, asyncio.get_running_loop()
     run = runner.run
 
@@ -74,7 +74,7 @@ async def candidates(session: BenchSession, rng: random.Random, **options: Any) 
 
 
 async def first(session: BenchSession, candidates: Sequence[Var]) -> list[Var]:
-    """Read the first few that end; the others are not wanted any more."""
+    """Read the first candidates that finish, and cancel the others."""
     var_ids = [candidate.id for candidate in candidates]
     found = await session.client.first_vars(**session.scope, var_ids=var_ids, k=NUM_WINNERS)
     return [Var(value.var_id) for value in found]
@@ -106,13 +106,13 @@ async def wasted_steps(num_engines: int, seed: int) -> float:
         assert known is not None
         finished = [known.graph.variable(v.id).producer.times.finished for v in found]  # type: ignore[union-attr]
         decided = max(when for when in finished if when is not None)
-        ended = decided - lan()() / 2  # the answer was under way for so long
+        ended = decided - lan()() / 2  # Minus the answer's time on the network.
         wasted = sum(sequences for began, sequences in steps if began >= ended - EPSILON_S)
         return wasted / (NUM_CANDIDATES - NUM_WINNERS)
 
 
 async def job_times(mode: str, num_programs: int, num_jobs: int) -> list[float]:
-    """Programs that do one job after the other, all on one engine."""
+    """Programs that run one job after the other, all on one engine."""
     async with SimCluster(1, core=PATIENT, engine=SimConfig(tasks_capacity=64)) as cluster:
         loop = asyncio.get_running_loop()
 
@@ -130,8 +130,8 @@ async def job_times(mode: str, num_programs: int, num_jobs: int) -> list[float]:
 
 
 async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
-    """Calls that engines ran, tokens that they computed, and seconds, of three runs of a
-    map-reduce. Its parts run side by side, so a run takes as long with one part as with all."""
+    """The calls, computed tokens and seconds of three runs of a map-reduce. The maps run in
+    parallel, so a run with one map takes as long as a run with all."""
     async with SimCluster(2, core=core_config(reuse_results=reuse)) as cluster:
         loop, runs = asyncio.get_running_loop(), []
         for changed in (None, None, num_parts // 2):
@@ -159,7 +159,7 @@ async def rerun(reuse: bool, num_parts: int) -> list[dict[str, float]]:
 
 
 class InstantEngine(EngineClient):
-    """An engine of any size that answers at once, always the same."""
+    """An engine with unlimited capacity that immediately returns a constant answer."""
 
     info = EngineInfo(
         engine_type=EngineType.SIM,
@@ -180,7 +180,7 @@ class InstantEngine(EngineClient):
     )
 
     def __init__(self) -> None:
-        """It needs no transport."""
+        """Unlike the base class, needs no transport."""
 
     async def close(self) -> None: ...
 
@@ -197,7 +197,7 @@ class InstantEngine(EngineClient):
 
 
 class Caller:
-    """Calls, each with another prompt, on an engine that answers at once."""
+    """Makes calls with different prompts on an engine that answers immediately."""
 
     def __init__(self, reuse: bool) -> None:
         config = CoreConfig(
@@ -232,7 +232,7 @@ class Caller:
 
 
 async def lookup(num_turns: int, num_calls: int) -> dict[str, Any]:
-    """Of each, the turn that was disturbed least."""
+    """CPU time with and without reuse, each from the turn with the lowest time."""
     callers = {"off": Caller(reuse=False), "on": Caller(reuse=True)}
     spent: dict[str, list[float]] = {name: [] for name in callers}
     for caller in callers.values():

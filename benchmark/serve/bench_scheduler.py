@@ -1,12 +1,12 @@
-"""What a placement costs with many queued tasks and many engines.
+"""The cost of a placement with many queued tasks and many engines.
 
     python -m benchmark.serve.bench_scheduler --tasks 10000 --engines 512
     python -m benchmark.serve.bench_scheduler --curves
 
-Fills the queue, then lets tasks end in random order, one at a time, each end followed by a round of
-the scheduler, until the queue is empty: every round is an event of its own, as in a busy service.
-With each end the remaining work of an application shrinks, and so its key in the order.
-Times are of the CPU, so a busy machine does not spoil them.
+Fills the queue, then ends tasks in random order, one at a time. A scheduler round follows each end,
+as in a busy service, until the queue is empty. Each end reduces the remaining work of an
+application and so changes its position in the order. Times are CPU times, so other load on the
+machine hardly affects them.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def make_task(
 
 
 def warm(index: PrefixIndex, tasks: list[CompletionTask], engines: int, rng: random.Random) -> None:
-    """Every tenth task's template is cached on some engine."""
+    """Cache the template of every tenth task on an engine."""
     for i, task in enumerate(tasks[::10]):
         engine_id = rng.randrange(engines)
         context = LedgerContext(i, engine_id, "tenant", None, 0, task.lengths[0], 0, 0.0, 0.0)
@@ -129,7 +129,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=512)
     parser.add_argument("--slots", type=int, default=4, help="tasks that an engine runs at once")
     parser.add_argument("--tenants", type=int, default=4, help="at most 200, one for each app")
-    parser.add_argument("--curves", action="store_true", help="many numbers of both")
+    parser.add_argument(
+        "--curves", action="store_true", help="vary the numbers of tasks and engines"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,10 +1,10 @@
-"""How fast a large cluster is simulated: the real ServeCore, and hundreds of engines' cores with
-their contexts, on one core of one machine.
+"""The speed of simulating a large cluster on one core: the real ServeCore, and hundreds of engine
+cores with their contexts.
 
     python -m benchmark.serve.bench_simulation [--engines 512] [--tasks 10000]
 
-Applications of ten calls each: nine in parallel that share a long prefix, and one that takes all
-their outputs. All are submitted and read at time 0, so that most calls queue."""
+Applications have ten calls: nine in parallel with a long shared prefix, and one that joins their
+outputs. All are submitted and read at time 0, so that most calls queue."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ from parrot.simulation import SimCluster, VirtualLoop, run_virtual
 COSTS = ENGINES / "sim_llama_3_1_8b.json"
 NUM_MAPS = 9
 NUM_PREFIXES = 50
-SLOTS = 8  # completions that ServeCore may place on one engine at once
+SLOTS = 8  # Completions that ServeCore may place on one engine at once.
 
 
 async def application(client: ServeClient, prefix: str, rng: random.Random) -> list[CompletionInfo]:
@@ -86,7 +86,9 @@ async def simulate(num_engines: int, num_tasks: int, leaps: bool) -> dict[str, A
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engines", type=int, default=512)
     parser.add_argument("--tasks", type=int, default=10_000)
-    parser.add_argument("--every_step", action="store_true", help="each step an event of its own")
+    parser.add_argument(
+        "--every_step", action="store_true", help="simulate each step as a separate event"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

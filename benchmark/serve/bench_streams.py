@@ -1,18 +1,16 @@
-"""What many streams cost the engine that makes them: its steps, while nobody looks at the tokens
-before the end, while a client of its own streams them, and while programs stream them through
-ServeCore.
+"""The cost of many streams for the engine: the time of its steps if clients read whole outputs, if
+a client streams from the engine directly, and if programs stream through ServeCore.
 
     python -m benchmark.serve.bench_streams
     python -m benchmark.serve.bench_streams --shape llama-3.1-8b        on a GPU
 
-The three take turns. Engine, ServeCore and the client are a process each, and a real engine's steps
-have a thread beside its server's: with fewer than four cores they take time from each other, and
-the figures say little. A simulated engine answers from the same thread that makes its steps, so
-that every chunk that it sends makes them longer.
+The three take turns. Engine, ServeCore and the client are separate processes, and a real engine has
+a thread for steps and a thread for its server. With fewer than four cores they slow each other
+down, and the figures mean little. A simulated engine sends chunks from the thread that runs its
+steps, so every chunk makes the steps longer.
 
-  step      milliseconds from one step to the next, by the engine's own count, while all streams
-            run: how they came does not count
-  behind    seconds that the client had its last text after the last step
+  step      milliseconds from one step to the next, as counted by the engine, while all streams run
+  behind    seconds from the last step to the client's last text
 """
 
 import argparse
@@ -40,7 +38,7 @@ from parrot.protocol.engine_client import EngineClient
 from parrot.protocol.http import HttpClient
 from parrot.protocol.sampling import SamplingConfig
 
-PROMPT = 64  # letters
+PROMPT = 64  # Letters.
 SIMULATED = ENGINES / "sim_llama_3_1_8b.json"
 LOAD_TIMEOUT_S = 240.0
 _LOOK_S = 0.02
@@ -48,7 +46,7 @@ _FIRST_CONTEXT = 2**40
 
 
 class Streams:
-    """So many answers at once. `pid`: of ServeCore."""
+    """Streams of `num_streams` concurrent answers. `pid`: the process of ServeCore."""
 
     def __init__(self, cluster: Cluster, num_streams: int, num_tokens: int) -> None:
         url = cluster.url(cluster.engine_names[0])
@@ -99,7 +97,7 @@ class Streams:
     async def measured(self, load: Callable[[], Awaitable[None]]) -> dict[str, float]:
         num_steps = (await self.engine.ping()).num_steps or 0
         spent, last_step = cpu_seconds(self.pid), time.perf_counter()
-        full: list[tuple[float, int]] = []  # times and steps, while all streams ran
+        full: list[tuple[float, int]] = []  # Times and step counts while all streams run.
         work = asyncio.ensure_future(load())
         while not work.done():
             await asyncio.wait((work,), timeout=_LOOK_S)
@@ -112,7 +110,7 @@ class Streams:
         await work
         ended = time.perf_counter()
         if len(full) < 2:
-            raise RuntimeError("the streams never ran all at once; give them more --tokens")
+            raise RuntimeError("the streams never ran all at once; use more --tokens")
         (began, first), (stopped, last) = full[0], full[-1]
         return {
             "step_ms": 1e3 * (stopped - began) / (last - first),
@@ -143,7 +141,7 @@ async def compare(cluster: Cluster, args: argparse.Namespace, report: Report) ->
         "streamed by ServeCore": streams.front_door,
     }
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in loads}
-    for number in range(args.rounds + 1):  # the first warms up
+    for number in range(args.rounds + 1):  # The first round warms up.
         for name, load in loads.items():
             row = await streams.measured(load)
             if number:
@@ -173,7 +171,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each answer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--engine", type=Path, default=SIMULATED, help="an engine's config file")
-    parser.add_argument("--shape", help="a model's shape with random weights, on a GPU, instead")
+    parser.add_argument("--shape", help="instead, run a model shape with random weights on a GPU")
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,15 +1,16 @@
-"""How soon a standby serves when the ServeCore that served is killed, hangs, or is stopped.
+"""The time until a standby serves, after the active ServeCore is killed, hangs, or is stopped.
 
     python -m benchmark.serve.bench_takeover --journal postgresql://USER:PASSWORD@HOST/DATABASE
 
-Two ServeCores share the journal, in a database that is not used for anything else, and a `sim`
-engine that costs nothing knows both. In each round the one that serves is ended in one of three
-ways, and a client with both addresses measures the seconds until
+Two ServeCores share a journal in a database that has no other use. A `sim` engine without costs
+knows both. In each round the active ServeCore is ended in one of three ways, and a client with both
+addresses measures the seconds until
 
   write    a new call is acknowledged
-  value    that call has its value, so the engine has found its way, too
+  value    that call has its value, so the engine has found the new ServeCore
 
-Before, `--sessions` sessions of three calls each are put into the journal, which each one reads.
+Before, `--sessions` sessions of three calls each are written to the journal. The standby reads
+them.
 """
 
 import argparse
@@ -37,7 +38,7 @@ HOW = {"killed": signal.SIGKILL, "hangs": signal.SIGSTOP, "stopped": signal.SIGT
 
 
 class Pair:
-    """Two ServeCores, and an engine of whichever serves."""
+    """Two ServeCores, and an engine that follows the active one."""
 
     def __init__(self, stack: ExitStack, journal: str) -> None:
         ports = [free_port("127.0.0.1", set()) for _ in range(2)]
@@ -53,7 +54,7 @@ class Pair:
         return [core.core_url for core in self.cores]
 
     async def serving(self) -> Cluster:
-        """The one that serves, with its engine."""
+        """The ServeCore that is active and has its engine."""
         while True:
             for core in self.cores:
                 async with HttpClient(core.core_url) as http:
@@ -64,7 +65,7 @@ class Pair:
                         await asyncio.sleep(0.05)
 
     async def is_standby(self, core: Cluster) -> None:
-        """Return when it is."""
+        """Wait until the ServeCore is a standby."""
         async with HttpClient(core.core_url) as http:
             while True:
                 try:
@@ -94,13 +95,13 @@ async def takeover(pair: Pair, how: str) -> dict[str, float]:
     process = core.process("core")
     start = time.perf_counter()
     os.killpg(process.pid, HOW[how])
-    if how == "stopped":  # it answers until it has ended
+    if how == "stopped":  # It answers until it has ended.
         await asyncio.to_thread(process.stop)
     while True:
         try:
             answer = await client.semantic_call(request)
             break
-        except Unavailable:  # it was under way
+        except Unavailable:  # The request was in flight.
             pass
     written_s = time.perf_counter() - start
     var_id = answer.param_info[-1].var_id
@@ -127,7 +128,7 @@ async def compare(pair: Pair, args: argparse.Namespace, report: Report) -> None:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--journal", required=True, help="a database that is empty")
+    parser.add_argument("--journal", required=True, help="an empty database")
     parser.add_argument("--how", nargs="+", choices=list(HOW), default=list(HOW))
     parser.add_argument("--rounds", type=int, default=10, help="of each")
     parser.add_argument("--sessions", type=int, default=1000)

@@ -1,18 +1,17 @@
-"""What it costs programs that somebody scrapes ServeCore's metrics, or collects its traces.
+"""The cost of metrics and traces for programs.
 
     python -m benchmark.serve.bench_telemetry --output benchmark/results/telemetry.json
 
-Measured is the CPU time of ServeCore's process with all its threads, in turns; sessions of 10 calls
-end, as those of programs do.
+The figures are CPU times of ServeCore's process with all its threads, in turns. Programs have
+sessions of 10 calls, which they end.
 
-  counted  what the metrics take of each call, whether somebody reads them or not: the mean of
-           `--counted` calls on virtual time
-  scraped  one ServeCore at a steady pace, that the engine's steps set, with and without somebody
-           who reads `/metrics` once a second. `share`: of ServeCore's thread, and so of the calls
-           that it could serve
-  traced   two ServeCores as fast as they can, of which one exports the spans of all sessions and
-           calls to a collector by OTLP over HTTP. `ratio`: CPU time of a call with and without; a
-           turn ends when the collector has all spans
+  counted  the time of counting a call, whether metrics are scraped or not: the mean of `--counted`
+           calls in virtual time
+  scraped  one ServeCore at a constant pace, which the engine's steps set, with and without a scrape
+           of `/metrics` once a second. `share`: the scrapes' share of ServeCore's thread
+  traced   two ServeCores at full load. One exports the spans of all sessions and calls to a
+           collector by OTLP over HTTP. `ratio`: CPU time of a call with and without export. A turn
+           ends when the collector has all spans
 """
 
 import argparse
@@ -53,7 +52,7 @@ _CORE = {"max_sessions_num": 1_000_000, "global_scheduler": {"max_queue_size": 1
 
 
 class Collector:
-    """Counts the spans that it gets."""
+    """Counts the spans that it receives."""
 
     def __init__(self) -> None:
         self.num_spans = 0
@@ -86,7 +85,7 @@ class Collector:
 
 
 async def sessions(http: aiohttp.ClientSession, url: str, num_programs: int, count: int) -> int:
-    """So many sessions of calls by programs that run at once; how many calls and sessions."""
+    """Run `count` sessions by concurrent programs. Returns the number of calls and sessions."""
     remaining = iter(range(count))
 
     async def work() -> None:
@@ -104,7 +103,7 @@ async def sessions(http: aiohttp.ClientSession, url: str, num_programs: int, cou
 async def scraping(
     http: aiohttp.ClientSession, cluster: Cluster, sizes: list[int]
 ) -> AsyncIterator[None]:
-    """Read the metrics once a second; `sizes`: of the answers, in bytes."""
+    """Scrapes the metrics once a second. `sizes`: the sizes of the answers, in bytes."""
     headers = {"Authorization": f"Bearer {cluster.cluster_token}"}
 
     async def scrape() -> None:
@@ -121,7 +120,7 @@ async def scraping(
 
 
 def counted(num_calls: int) -> dict[str, object]:
-    """The time of counting a call that has ended."""
+    """The time of counting a finished call."""
     spent_us: list[float] = []
 
     def timed(count: Callable[[TaskEnded], None], event: TaskEnded) -> None:
@@ -194,10 +193,21 @@ async def traced(
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--counted", type=int, default=2000, help="calls that are counted")
     parser.add_argument("--concurrency", type=int, default=32)
-    parser.add_argument("--sessions", type=int, default=32, help="of each turn, 10 calls each")
-    parser.add_argument("--turns", type=int, default=40, help="with traces, and without")
-    parser.add_argument("--scraped-turns", type=int, default=8, help="of 7 s, likewise")
-    parser.add_argument("--step-s", type=float, default=0.08, help="of the engine that is scraped")
+    parser.add_argument(
+        "--sessions", type=int, default=32, help="sessions of a turn, with 10 calls each"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=40, help="turns with traces, and as many without"
+    )
+    parser.add_argument(
+        "--scraped-turns",
+        type=int,
+        default=8,
+        help="turns of 7 s with scrapes, and as many without",
+    )
+    parser.add_argument(
+        "--step-s", type=float, default=0.08, help="step time of the engine for `scraped`"
+    )
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:

@@ -1,11 +1,11 @@
-"""What one tenant's crowd of calls does to another's chat, on virtual time.
+"""The effect of one tenant's many calls on another tenant's chat, in virtual time.
 
     python -m benchmark.serve.bench_tenants --output benchmark/results/tenants.json
 
-Tenant A submits all its calls at once and reads every one. Tenant B has one chat: a turn, some
-seconds to think, the next turn, each with the whole conversation before it; a new one after ten
-turns. B's times, as its client sees them, are compared with those of the same chat alone. Besides,
-A's tokens a second, alone and beside the chat: what the chat costs it.
+Tenant A submits all its calls at once and reads all of them. Tenant B has one chat with several
+seconds between turns. Each turn contains the whole conversation, and a new conversation starts
+after ten turns. B's times, as its client sees them, are compared with the same chat alone. A's
+tokens per second, alone and with the chat, show the cost of the chat.
 """
 
 import argparse
@@ -32,7 +32,7 @@ CRITERIA = {"latency": PerformanceCriteria.LATENCY, "throughput": PerformanceCri
 
 @dataclass
 class Scene:
-    """`crowd`: A's calls. `kind`: what their readers want. `query`: tokens of B's turns."""
+    """`crowd`: A's calls. `kind`: the criteria of their reads. `query`: tokens of B's turns."""
 
     engine: SimConfig
     num_engines: int
@@ -41,14 +41,14 @@ class Scene:
     query: int
     think_s: float
     turns: int
-    settle_s: float = 5.0  # until the chat begins: the crowd generates by then
+    settle_s: float = 5.0  # The chat begins after this time, when A's calls are decoding.
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Seen:
-    """B's turns: seconds to the first piece, and for each token behind it; and the output tokens
-    of A's calls that have ended, the last of them at `crowd_s`."""
+    """B's turns: seconds to the first chunk, and seconds per later token. Also the output tokens of
+    A's finished calls, the last of which finished at `crowd_s`."""
 
     first_s: list[float] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Seen:
 
 
 async def chat(client: ServeClient, scene: Scene, seen: Seen) -> None:
-    """All turns, or those that end before the last of the crowd's calls."""
+    """All turns, or the turns that end before A's last call."""
     draw, now = random.Random(7), asyncio.get_running_loop().time
     session, history = await BenchSession.begin(client, "chat", "b"), list[Piece]()
     for turn in range(scene.turns):
@@ -97,8 +97,8 @@ async def crowd(client: ServeClient, scene: Scene, seen: Seen) -> None:
 
 
 def play(scene: Scene) -> Seen:
-    """The chat beside the crowd, until the chat has ended; without a crowd or without turns, the
-    other alone."""
+    """Run the chat and A's calls until the chat ends. With no calls or no turns, the other runs
+    alone."""
 
     async def main() -> Seen:
         seen = Seen()
@@ -122,14 +122,14 @@ def play(scene: Scene) -> Seen:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The nearest rank."""
+    """The percentile by nearest rank."""
     return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
 def compare(alone: Seen, beside: Seen) -> dict[str, float]:
-    """Of the turns that were taken beside the crowd. Raises `ValueError` if none was."""
+    """The ratios of turns that overlap A's calls. Raises `ValueError` if no turn does."""
     if not beside.token_s:
-        raise ValueError("the crowd is too small: it ended before the chat's first turn did")
+        raise ValueError("tenant A has too few calls: they ended before the chat's first turn")
     row: dict[str, float] = {"turns": len(beside.token_s)}
     for name in ("first", "token"):
         for label, part in (("p50", 0.5), ("p99", 0.99)):

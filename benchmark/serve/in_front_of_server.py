@@ -1,10 +1,10 @@
-"""Parrot in front of a server, and the server alone, for requests and applications.
+"""Requests and applications through Parrot in front of a server, and on the server directly.
 
     parrot up http://127.0.0.1:8000/v1
     python -m benchmark.serve.in_front_of_server
 
 Each case is one `parrot bench`, which measures the two sides in turns with different texts. Through
-Parrot, applications submit their graph of variables. Directly, a client waits for each output."""
+Parrot, applications submit their graph. Directly, a client waits for each output."""
 
 import argparse
 import json

@@ -6,7 +6,7 @@
 Five clients run the applications of `in_front_of_server.py` in turns, with different texts:
 
   pfunc        `from parrot import P`: a semantic function for each step; each call is one request
-  pfunc_batch  the same; the calls before a read are one request (`vm.batch()`)
+  pfunc_batch  the same, but the calls before a read are one request (`vm.batch()`)
   graph        the client of `parrot bench` for Parrot: one graph, by REST
   plain        the client of `parrot bench` for the server: one request after the other
   openai       the package `openai`: `AsyncOpenAI`, one request after the other
@@ -134,7 +134,7 @@ class PFuncClient:
         return PFuncProgram(self, app)
 
     def function(self, call: ProgramCall) -> SemanticFunction:
-        """The function of the call. Constants are its template, other pieces are its inputs."""
+        """The function of the call. Constants form its template, other parts are its inputs."""
         template, params = "", []
         for number, piece in enumerate(call.prompt):
             if isinstance(piece, PromptText) and not piece.is_data:

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API that answers at once, as the floor for servers behind Parrot.
+"""A server with OpenAI's API that answers immediately: the floor for servers behind Parrot.
 
     python -m benchmark.serve.instant_server PORT
 

@@ -1,10 +1,10 @@
-"""What an eviction that knows the future would have to compute again, on a recorded trace.
+"""The recomputed tokens of an optimal eviction, on a recorded trace.
 
-Belady's rule on contexts: when an engine is full, the context goes whose next use is farthest. A
-chat's contexts are a chain that is used as a whole and given up from its end; while it runs it
-stays.
+Belady's rule for contexts: if an engine is full, evict the context whose next use is farthest. A
+chat's contexts are a chain that is used as a whole and evicted from its end. A running chat is not
+evicted.
 
-    chat    |-- turn 1 --|-- turn 2 --|-- turn 3 --|   given up from the right, a turn at a time
+    chat    |-- turn 1 --|-- turn 2 --|-- turn 3 --|   evicted from the right, a turn at a time
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from math import inf
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A chat's turn: it needs the first `known` tokens of the chat again and ends with `total`.
+    """A chat's turn. It reuses the first `known` tokens of the chat and ends with `total` tokens.
     Times are in seconds."""
 
     chat: int
@@ -27,7 +27,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Chat:
-    """`ends`: where its contexts end that are there."""
+    """`ends`: the end positions of the contexts in memory."""
 
     ends: list[int] = field(default_factory=list)
     is_running: bool = False
@@ -36,16 +36,16 @@ class Chat:
 
 
 Rank = Callable[[Chat], float]
-"""The chat with the highest rank is given up first."""
+"""The chat with the highest rank is evicted first."""
 
 RANKS: dict[str, Rank] = {"belady": lambda chat: chat.next_use, "lru": lambda chat: -chat.last_used}
 
 
 class Replay:
-    """One engine, one trace, one rule. `base`: tokens of the prefix that all chats share."""
+    """A replay of a trace on one engine. `base`: tokens of the prefix that all chats share."""
 
     def __init__(self, capacity: int, base: int, block_size: int, rank: Rank, since: float) -> None:
-        """What is computed before `since` does not count."""
+        """Tokens computed before `since` are not counted."""
         self._base = base
         self._block_size = block_size
         self._rank = rank
@@ -55,7 +55,7 @@ class Replay:
         self._recomputed = 0
 
     def run(self, turns: Sequence[Turn]) -> int:
-        """Tokens computed again."""
+        """The number of recomputed tokens."""
         starts: dict[int, list[float]] = {}
         for turn in sorted(turns, key=lambda turn: turn.start, reverse=True):
             starts.setdefault(turn.chat, []).append(turn.start)
@@ -98,12 +98,12 @@ class Replay:
         self._room += self._blocks(self._length(chat), end)
 
     def _blocks(self, start: int, end: int) -> int:
-        """The tokens of the blocks that a context from `start` to `end` has for itself."""
+        """The tokens in the own blocks of a context from `start` to `end`."""
         return (-(-end // self._block_size) - start // self._block_size) * self._block_size
 
 
 def mean_live(turns: Sequence[Turn], base: int, since: float, until: float) -> float:
-    """Tokens that all chats together have, on average over this time, if nothing is given up."""
+    """The mean tokens of all chats over this time, without eviction."""
     area = 0.0
     before: dict[int, Turn] = {}
     for turn in sorted(turns, key=lambda turn: turn.end):
@@ -112,6 +112,6 @@ def mean_live(turns: Sequence[Turn], base: int, since: float, until: float) -> f
             area += max(0.0, min(turn.end, until) - max(last.end, since)) * (last.total - base)
         before[turn.chat] = turn
     for last in before.values():
-        if not last.is_last:  # it went on when the recording ended
+        if not last.is_last:  # The chat was active when the recording ended.
             area += max(0.0, until - max(last.end, since)) * (last.total - base)
     return base + area / (until - since)

@@ -1,4 +1,4 @@
-"""The programs whose placement bench_placement.py compares, and where they run."""
+"""The programs of bench_placement.py, and the simulated cluster on which they run."""
 
 import argparse
 import asyncio
@@ -22,9 +22,9 @@ NUM_ENGINES = 4
 INSTRUCTION = "Summarize this part of the document in a few sentences, please. "
 SAMPLING = {"ignore_tokenizer_eos": True, "temperature": 1.0}
 Engines = Sequence[int]
-"""Where a call may run; none: anywhere."""
+"""The engines on which a call may run. None: any engine."""
 
-GPTS_FIXED: dict[str, dict[str, Engines]] = {  # better than all others up to 64 requests/s
+GPTS_FIXED: dict[str, dict[str, Engines]] = {  # Optimal up to 64 requests/s.
     "fixed, one each": {
         "Productivity": (0,),
         "Image Generation": (1,),
@@ -43,8 +43,8 @@ T = TypeVar("T")
 
 @dataclass
 class Site:
-    """Four engines, alike or (`named`) each with a model name of its own that calls can ask for.
-    `placement`: "predicted", or that of a baseline."""
+    """Four equal engines. With `named`, each has its own model name, so that calls can select it.
+    `placement`: "predicted", or the name of a baseline."""
 
     engine: SimConfig
     placement: str = "predicted"
@@ -52,7 +52,7 @@ class Site:
     named: bool = False
 
     def run(self, programs: Callable[[ServeClient], Awaitable[T]]) -> T:
-        """Run the programs to their end, on virtual time."""
+        """Run the programs to their end, in virtual time."""
 
         async def main() -> T:
             core = core_config(max_queue_size=100_000, **self.settings)
@@ -81,8 +81,8 @@ async def gpts(
     client: ServeClient, rate: float, seconds: float, seed: int, fixed: Mapping[str, Engines]
 ) -> list[tuple[float, int]]:
     """Requests of four applications with long system prompts, as a Poisson stream of `rate`.
-    `fixed`: where those of each application may run. Returns the seconds and the output tokens of
-    each, without the first quarter, which warms up."""
+    `fixed`: the engines of each application. Returns the seconds and the output tokens of each
+    request, without the first quarter, which warms up."""
     draw, loop = random.Random(seed), asyncio.get_running_loop()
     apps = gpts_apps()
     prompts = [(app, words(draw, app["prompt_length"])) for app in apps]
@@ -95,7 +95,7 @@ async def gpts(
         session = await BenchSession.begin(client)
         tokens, name = app["output_length"], app["app_name"]
         out = await call(session, name, [prompt, Data(query)], tokens, fixed.get(name, ()))
-        await session.read(out, PerformanceCriteria.TPOT)  # by which it is judged
+        await session.read(out, PerformanceCriteria.TPOT)  # The figure is the time per token.
         if start >= seconds / 4:
             found.append((loop.time() - began, tokens))
         await session.end()
@@ -112,8 +112,8 @@ async def gpts(
 async def fanout(
     client: ServeClient, args: argparse.Namespace, *, join: bool = False, parts: Engines = ()
 ) -> float:
-    """Siblings with a long prefix that nobody has computed, read one by one or through one call
-    that joins them. `parts`: how many run on each engine. Returns the seconds that it takes."""
+    """Siblings with a long uncached prefix, read one by one or through one call that joins them.
+    `parts`: the number of siblings on each engine. Returns the total seconds."""
     loop, draw = asyncio.get_running_loop(), random.Random(args.seeds[0])
     placed: list[Engines] = [(i,) for i, size in enumerate(parts) for _ in range(size)]
     places = placed or [()] * args.siblings
@@ -131,12 +131,12 @@ async def fanout(
 
 
 class Mixed:
-    """Chats that arrive one by one, and map-reduce applications that are there from the start;
-    with `again`, each of those begins anew when it ends, for as long as chats arrive.
+    """Chats that arrive one by one, and map-reduce applications that run from the start. With
+    `again`, each application restarts when it ends, as long as chats arrive.
 
-    With a `share` all is placed by hand: the chats on engine 0 with so many maps of each
-    application, the other maps and the reduces on the others in turn. `ms`: times, by what they
-    are of."""
+    With a `share`, placement is by hand: engine 0 gets the chats and `share` maps of each
+    application. The other engines get the other maps and the reduces, in turn. `ms`: milliseconds
+    by kind."""
 
     def __init__(self, args: argparse.Namespace, seed: int, share: float | None = None) -> None:
         self.ms: dict[str, list[float]] = defaultdict(list)
@@ -193,10 +193,9 @@ class Mixed:
 
 
 def least_mixed_jct_s(args: argparse.Namespace, engine: SimConfig) -> float:
-    """A bound that no placement's mean JCT of `Mixed` applications that begin anew is below, even
-    without chats: what the applications compute and read, shared out perfectly, and
-    a step's constant for each token of a map, since an engine makes at least so many steps while it
-    has the maps of an application."""
+    """A lower bound of the mean JCT of repeated `Mixed` applications, even without chats: their
+    work, divided perfectly among engines, and a step's constant cost for each token of a map, since
+    an engine needs at least this number of steps for the maps of an application."""
     costs, num_maps = engine.instance, args.document // args.chunk
     prompts = [args.chunk + len(INSTRUCTION)] * num_maps + [num_maps * args.answer]
     work_s = sum(

@@ -1,4 +1,4 @@
-"""A proxy that passes requests and answers on unread, as the floor for Parrot in front of a server.
+"""A proxy that forwards requests and answers unparsed: the floor for Parrot in front of a server.
 
     python -m benchmark.serve.plain_proxy PORT URL
 

@@ -1,1 +1,1 @@
-"""ServeCore under a hundred thousand programs, and what is left of them."""
+"""Soak tests: ServeCore must release all state of a hundred thousand programs."""

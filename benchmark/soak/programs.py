@@ -1,4 +1,4 @@
-"""The programs of the soak: what each does with ServeCore, and how it leaves."""
+"""The programs of the soak test: what each does with ServeCore, and how it disconnects."""
 
 import random
 from collections.abc import Awaitable, Callable
@@ -15,8 +15,8 @@ _SHARED = "You answer questions about parrots, in a few words and with care. " *
 
 
 class Client:
-    """One program. `left` are stored responses that it did not delete. Programs of one `number` do
-    the same."""
+    """One program. `left`: stored responses that it did not delete. Programs with the same `number`
+    do the same."""
 
     def __init__(self, http: Transport, number: int, left: list[str]) -> None:
         self.http = http
@@ -51,7 +51,7 @@ class Client:
         return str(answer["content"])
 
     async def stream(self, path: str, body: dict[str, Any] | None, num_events: int | None) -> None:
-        """Read so many events, and go; None: all."""
+        """Read `num_events` events and disconnect. None: read all."""
         method = "GET" if body is None else "POST"
         params = {k: str(v) for k, v in self.scope.items()} if body is None else None
         async with aclosing(self.http.stream(method, path, params=params, body=body)) as events:
@@ -93,7 +93,7 @@ def _call(text: str, output: str, inputs: list[str]) -> dict[str, Any]:
 
 
 async def stream(client: Client) -> None:
-    """Sometimes the reader goes before the end."""
+    """A streamed call. Some readers disconnect before the end."""
     await client.begin()
     _, var_id = await client.call(f"Tell {client.number}", _LONG)
     await client.stream(f"/v1/semantic_var/{var_id}/stream", None, client.rng.choice([1, 3, None]))
@@ -117,7 +117,7 @@ async def cancel(client: Client) -> None:
 
 
 async def forget(client: Client) -> None:
-    """Its session expires, with what runs in it."""
+    """Disconnect with a running call, so that the call and its session expire."""
     await client.begin()
     _, var_id = await client.call(f"Forgotten {client.number}", _LONG)
     await client.stream(f"/v1/semantic_var/{var_id}/stream", None, 1)
@@ -140,7 +140,7 @@ async def value(client: Client) -> None:
 
 
 async def wrong(client: Client) -> None:
-    """Requests that are refused."""
+    """Requests that are rejected."""
     await client.begin()
     tries: list[tuple[str, dict[str, Any]]] = [
         ("/v1/semantic_call", {"template": "{{x}}", "parameters": []}),
@@ -158,7 +158,7 @@ async def wrong(client: Client) -> None:
 
 
 async def chat(client: Client) -> None:
-    """Two turns of a conversation, the second as a stream, which may be left."""
+    """Two turns of a conversation. The second is a stream, which some clients leave early."""
     messages = [{"role": "system", "content": _SHARED}]
     messages.append({"role": "user", "content": f"Hello from {client.number}"})
     body: dict[str, Any] = {"model": MODEL, "messages": messages, "max_tokens": 6}
@@ -198,7 +198,7 @@ async def responses(client: Client) -> None:
 
 
 async def background(client: Client) -> None:
-    """A response that is made in the background, and cancelled."""
+    """A background response that is cancelled."""
     body = {"model": MODEL, "input": f"Later {client.number}", "max_output_tokens": 200}
     made = await client.post("/v1/responses", body | {"background": True})
     await client.post(f"/v1/responses/{made['id']}/cancel", {})

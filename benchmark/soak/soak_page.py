@@ -1,14 +1,14 @@
-"""The page, open in Chromium for an hour, over simulated engines that always have work.
+"""The page, open in Chromium for an hour, with simulated engines under constant load.
 
     python -m benchmark.soak.soak_page --output benchmark/results/page_soak.json
 
 Four tabs stay open: the runs, a run's graph, a value that grows while its program does not read it,
 and the engines. In each round a new program runs, and the network between the browser and
-ServeCore breaks; then an engine is drained in one round and resumed in the next. A round ends when
-every tab shows exactly what the program got, or fails when one does not within 30 s: an update was
-lost. Memory is ServeCore's resident set, and what lives in the page's heap after a collection.
-`growth` is the median of the last third of the samples over that of the second, and `longest_s` the
-longest time until the tabs were right after the program's end.
+ServeCore breaks. Then an engine is drained in one round and resumed in the next. A round ends when
+every tab shows exactly the results of the program. If a tab does not within 30 s, an update was
+lost and the round fails. Memory is ServeCore's resident set, and the page's heap after a garbage
+collection. `growth` is the median of the last third of the samples, divided by the median of the
+second third. `longest_s` is the longest time from the program's end until all tabs were correct.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from parrot.utils.tasks import TaskSet
 
 ENGINE = {"engine_type": "sim", "instance": {"step_s": 0.01}}
 SAMPLING = {"temperature": 0.0, "max_gen_length": 60}
-WIDTH = 6  # calls that are joined
+WIDTH = 6  # Calls that are joined.
 _BROWSERS = ("chromium-headless-shell", "chromium", "google-chrome")
 _PATIENCE_S = 30.0
 _NUM_SAMPLES = 30
-_MIN_ROUNDS = 2  # one drains, one resumes
+_MIN_ROUNDS = 2  # One round drains, the next resumes.
 _CHUNK = 2**16
 _MIB = 2**20
 
 
 class Breaks:
-    """A wire between the browser and ServeCore that can be cut."""
+    """A TCP proxy between the browser and ServeCore that can break connections."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -67,7 +67,7 @@ class Breaks:
         sink.close()
 
     def cut(self) -> int:
-        """Break every connection; returns how many there were."""
+        """Break all connections and return their number."""
         for writer in self._writers:
             writer.transport.abort()
         return len(self._writers) // 2
@@ -79,7 +79,7 @@ class Breaks:
 
 @dataclass
 class Soak:
-    """What is open, and what was found until now."""
+    """The open tabs and the measurements so far."""
 
     cluster: Cluster
     http: HttpClient
@@ -92,7 +92,7 @@ class Soak:
     longest_s: float = 0.0
 
     async def round(self) -> None:
-        """Raises what Chromium says when a tab does not get to show what is true."""
+        """Run one round. Raises Chromium's error if a tab does not become correct."""
         runs, graph, value, engines = self.tabs
         scope = await self.http.request("POST", "/v1/session", body={"apps": ["soak"]})
         names = [f"s{n}" for n in range(WIDTH)]
@@ -180,7 +180,7 @@ async def opened(cluster: Cluster, browser: Browser) -> AsyncIterator[Soak]:
         url = f"http://127.0.0.1:{wire.sockets[0].getsockname()[1]}"
         http = await stack.enter_async_context(HttpClient(cluster.core_url))
         tabs = []
-        for _ in range(4):  # A browser has six connections to a server, so each has its own.
+        for _ in range(4):  # A browser context has at most six connections to a server.
             context = await browser.new_context()
             stack.push_async_callback(context.close)
             tabs.append(await context.new_page())

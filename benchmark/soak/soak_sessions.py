@@ -1,23 +1,23 @@
-"""A hundred thousand programs through one ServeCore: its memory stays, and nothing is left of them.
+"""A hundred thousand programs on one ServeCore: memory must not grow, and all state must be freed.
 
     python -m benchmark.soak.soak_sessions --output benchmark/results/soak.json
     python -m benchmark.soak.soak_sessions --journal --output benchmark/results/soak_journal.json
 
-Everything is in this process: programs call ServeCore's app with the bytes of HTTP, without a
-socket, and so does ServeCore its two `sim` engines, whose steps take no time. Programs ask, stream,
-join, cancel, leave, let their sessions expire, speak OpenAI's and Anthropic's formats, store
-responses and make mistakes, `--concurrency` of them at once (`programs.py` has the mix). With
-`--journal` all is written to a file.
+Everything runs in this process. Programs send HTTP bytes to ServeCore's app without a socket, and
+ServeCore does the same with its two `sim` engines, whose steps take no time. Programs make calls,
+stream, join, cancel, disconnect, let their sessions expire, use OpenAI's and Anthropic's formats,
+store responses and send invalid requests, `--concurrency` of them at once (`programs.py` has the
+mix). With `--journal` all is written to a file.
 
-What was said is remembered by caches, of 65,536 entries and more, which a hundred thousand programs
-do not fill. So all texts come again after `--texts` programs, and caches have all of them in the
-first third; what belongs to a session does not come again.
+Caches of texts have 65,536 entries and more, which a hundred thousand programs do not fill. So
+texts repeat after `--texts` programs, and the caches have all of them after the first third. State
+of sessions does not repeat.
 
-Whenever a part of the programs is over, the resident memory and the sizes of all tables are noted,
-once everything has ended: sessions, contexts and blocks, which must be back to none then. `growth`
-is the median memory of the last third of these samples over that of the second, and `grown` the
-tables (by class and attribute, see `tables.py`) that had clearly more entries at the end than after
-a third.
+After each part of the programs, the benchmark waits until all sessions have ended and their
+sessions, contexts and blocks are freed. Then it samples the resident memory and the sizes of all
+tables. `growth` is the median memory of the last third of the samples, divided by that of the
+second third. `grown` lists the tables (by class and attribute, see `tables.py`) that had clearly
+more entries at the end than after the first third.
 """
 
 import argparse
@@ -65,7 +65,7 @@ _LOOK_S = 0.05
 
 @dataclass
 class Soak:
-    """A service in this process. `left` are stored responses that nobody has deleted."""
+    """A service in this process. `left`: stored responses that no program has deleted."""
 
     core: ServeCore
     engines: list[SimEngine]
@@ -79,7 +79,7 @@ class Soak:
     num_begun: int = 0
 
     async def run(self, num_programs: int) -> None:
-        """Run so many more programs, and wait until nothing is left of them."""
+        """Run this number of programs, and wait until all their state is freed."""
         last = self.num_begun + num_programs
 
         async def work() -> None:
@@ -90,7 +90,9 @@ class Soak:
                 self.counts[program.__name__] += 1
                 try:
                     await program(Client(self.http, number, self.left))
-                except SessionGone:  # this process was stopped for longer than sessions live
+                except (
+                    SessionGone
+                ):  # The process was suspended for longer than a session's life span.
                     self.counts["sessions that expired early"] += 1
 
         async with asyncio.TaskGroup() as tasks:
@@ -108,8 +110,8 @@ class Soak:
         """Wait until all sessions have ended or expired, and contexts are freed."""
         until = time.monotonic() + _PATIENCE_S
         while any(self.leftovers().values()):
-            assert time.monotonic() < until, f"something is left: {self.leftovers()}"
-            await asyncio.sleep(_LOOK_S)  # expiries come by time alone
+            assert time.monotonic() < until, f"state was not freed: {self.leftovers()}"
+            await asyncio.sleep(_LOOK_S)  # Sessions expire by time alone.
         self.core.check_integrity()
         for engine in self.engines:
             engine.service.check_integrity()
@@ -199,7 +201,7 @@ async def soak(report: Report, args: argparse.Namespace, journal_path: Path | No
 
 
 def median_growth(values: list[float]) -> float | None:
-    """Of the last third over the second."""
+    """The median of the last third, divided by the median of the second third."""
     third = len(values) // 3
     if not third or not any(values):
         return None
@@ -209,10 +211,10 @@ def median_growth(values: list[float]) -> float | None:
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sessions", type=int, default=100_000, help="programs")
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument("--texts", type=int, default=5000, help="programs with different texts")
     parser.add_argument(
-        "--texts", type=int, default=5000, help="programs that say different things"
+        "--parts", type=int, default=30, help="programs between two samples of memory"
     )
-    parser.add_argument("--parts", type=int, default=30, help="after each memory is noted")
     parser.add_argument("--journal", action="store_true")
 
 

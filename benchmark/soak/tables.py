@@ -1,4 +1,4 @@
-"""What a process holds: the sizes of the tables of its objects, and its memory."""
+"""The sizes of all containers in a process's objects, and its memory."""
 
 import gc
 import sys
@@ -44,13 +44,12 @@ def _attributes(one: object, kind: type) -> Iterator[tuple[str, Any]]:
 def _len(value: Sized) -> int:
     try:
         return len(value)
-    except Exception:  # noqa: BLE001 - of an object half made
+    except Exception:  # noqa: BLE001 - a half-initialised object
         return 0
 
 
 def grown(before: Counter[str], after: Counter[str]) -> dict[str, tuple[int, int]]:
-    """The tables that have grown by more than what is there at some moments and not at others:
-    those first that grew most."""
+    """The tables that have grown by more than usual fluctuations, largest growth first."""
     found = {
         name: (before[name], after[name])
         for name in after
@@ -60,10 +59,10 @@ def grown(before: Counter[str], after: Counter[str]) -> dict[str, tuple[int, int
 
 
 def resident_mib() -> float:
-    """Of this process; Linux."""
+    """The resident memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE / _MIB
 
 
 def allocated_blocks() -> int:
-    """Pieces of memory that the interpreter has given out."""
+    """The number of memory blocks that the interpreter has allocated."""
     return sys.getallocatedblocks()

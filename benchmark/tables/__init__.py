@@ -1,10 +1,10 @@
 """The tables of README.md, docs/ and benchmark/results/*.md, rendered from the result files.
 
-A page has markers, and what stands between them is generated:
+The text between these markers is generated:
 
     <!-- table: NAME [ARGUMENT] -->
     ...
     <!-- end -->
 
-`python -m benchmark.tables` renews all pages. A test compares them with what is committed.
+`python -m benchmark.tables` updates all pages. A test checks that the committed pages are current.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmark.tables` renews the tables of all pages."""
+"""`python -m benchmark.tables` updates the tables of all pages."""
 
 import inspect
 

@@ -46,7 +46,7 @@ SIDES = {
 
 
 def side_by_side() -> str:
-    """vLLM and our engine on one card on one afternoon; above 1: ours is faster."""
+    """vLLM and our engine on one card on the same day. Above 1, our engine is faster."""
     found, rows = load("baseline_side_by_side_h200.json"), []
     for model, (theirs, ours) in SIDES.items():
         for key, value in found[ours].items():
@@ -60,7 +60,7 @@ def side_by_side() -> str:
 
 
 def drafts() -> str:
-    """Milliseconds a token of one sequence without drafts and with them; the text is forced."""
+    """Milliseconds per token of one sequence, with and without drafts. The text is forced."""
     found = [*load("drafts_h200.json")["rows"], *load("drafts_new_h200.json")["rows"]]
     rows = [
         [
@@ -80,7 +80,7 @@ def drafts() -> str:
 
 
 def drafted_applications() -> str:
-    """Seconds of whole applications without drafts and with them; their texts are forced."""
+    """Seconds of whole applications, with and without drafts. The texts are forced."""
     rows: list[Row] = [
         [
             f"`{row['case']}`{calls}",
@@ -89,7 +89,7 @@ def drafted_applications() -> str:
             f"{row[f'{part}speedup']:.2f}",
         ]
         for row in load("drafts_h200.json")["applications"]
-        for part, calls in (("", f", {row['calls']} calls"), ("revise_", ", those that revise"))
+        for part, calls in (("", f", {row['calls']} calls"), ("revise_", ", revising calls"))
         if not part or row["revise_off_s"] != row["off_s"]
     ]
     return table(["application", "without, s", "with, s", "ratio"], rows)
@@ -116,7 +116,7 @@ def quantised_steps() -> str:
 
 
 def tensor_parallel() -> str:
-    """Steps on two GPUs, launched ahead: with NCCL's sums, and with those through shared memory."""
+    """Steps on two GPUs, launched ahead, with sums by NCCL or through shared memory."""
     with_nccl = {row["case"]: row for row in load("tensor_parallel_8b_nccl.json")["rows"]}
     rows: list[Row] = []
     for name in ("8b", "70b"):
@@ -126,18 +126,18 @@ def tensor_parallel() -> str:
             ms, nccl = _ahead_ms(row), _ahead_ms(with_nccl[row["case"]]) if name == "8b" else ""
             floor, over = row["floor_ms"], f"{ms / row['floor_ms']:.2f}"
             rows.append([row["model"], row["case"], floor, row["link_ms"], nccl, ms, over])
-    heads = ("model", "case", "floor, ms", "of it NVLink", "NCCL, ms", "measured, ms", "/ floor")
+    heads = ("model", "case", "floor, ms", "NVLink part", "NCCL, ms", "measured, ms", "/ floor")
     return table(list(heads), rows)
 
 
 def _ahead_ms(row: Row) -> float:
-    """Prompts are not launched ahead."""
+    """The step's time. Prompts are not launched ahead, so they have only `ms`."""
     found: float = row.get("ahead_ms", row["ms"])
     return found
 
 
 def sampling() -> str:
-    """Milliseconds per step by how tokens are chosen, decodes at 1k tokens launched ahead."""
+    """Milliseconds per step by sampling method, for decodes at 1k tokens, launched ahead."""
     found, rows = load("engine_gpu_steps.json"), []
     names = ("greedy", "temperature", "min_p", "top_p", "top_k, top_p")
     for model in ("qwen3-0.6b", "llama-3.1-8b"):
@@ -147,7 +147,7 @@ def sampling() -> str:
                 rows.append(
                     [model, case.removeprefix("sampled "), *cells, row["greedy"]["host_ms"]]
                 )
-    return table(["model", "batch", *names, "of the host, greedy"], rows)
+    return table(["model", "batch", *names, "host time, greedy"], rows)
 
 
 def prompts_among_decodes() -> str:
@@ -161,17 +161,17 @@ def prompts_among_decodes() -> str:
 
 
 def mixed_steps() -> str:
-    """25 decodes at 2200 tokens and a part of a prompt in one step."""
+    """25 decodes at 2200 tokens and a prompt chunk in one step."""
     rows = [
         [row["case"].rpartition(" ")[2], row["ms"]]
         for row in load("engine_gpu_llama-2-13b.json")["rows"]
         if row["case"].startswith("25 at 2200 +")
     ]
-    return table(["prompt tokens beside 25 decodes, Llama-2-13B", "ms"], rows)
+    return table(["prompt tokens next to 25 decodes, Llama-2-13B", "ms"], rows)
 
 
 def cpu() -> str:
-    """Decode on two CPU cores: tokens a second, the median of the rounds and their spread."""
+    """Decoding on two CPU cores: tokens per second, median of the rounds and their spread."""
     found = load("engine_cpu.json")
     rows = [
         [name.replace("_", " "), rate, f"{low:g} to {high:g}"]
@@ -183,7 +183,7 @@ def cpu() -> str:
 
 
 def gate() -> str:
-    """Time without over time with sharing, by length of the shared prompt."""
+    """Time without sharing divided by time with sharing, by length of the shared prompt."""
     found = load("kernels_h200.json")["gate"]
     prefixes = sorted({row["prefix"] for row in found})
     rows = []
@@ -199,7 +199,7 @@ def gate() -> str:
 
 
 def kernel_table() -> str:
-    """The whole grid in one line for each batch: over all prompts and suffixes."""
+    """The whole grid, with one line for each batch that summarises all prompts and suffixes."""
     found = load("kernels_table_h200.json")["grid"]
     rows = []
     for heads, batch in dict.fromkeys((row["kv_heads"], row["batch"]) for row in found):
@@ -208,5 +208,5 @@ def kernel_table() -> str:
         over = [row["over_floor"] for row in mine]
         cells = [f"{median(over):.2f}x", f"{min(speed):.2f}x", f"{max(speed):.1f}x"]
         rows.append([str(heads), str(batch), str(len(mine)), *cells])
-    heads = ["kv heads", "batch", "cases", "median / floor", "least gain by sharing", "largest"]
+    heads = ["kv heads", "batch", "cases", "median / floor", "minimum gain by sharing", "maximum"]
     return table(heads, rows)

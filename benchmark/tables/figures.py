@@ -1,4 +1,4 @@
-"""The tables of docs/performance.md and README.md: one small table for each question."""
+"""The tables of docs/performance.md and README.md."""
 
 import re
 
@@ -9,7 +9,7 @@ _SIDE_BY_SIDE = "baseline_side_by_side_h200"
 
 
 def won() -> str:
-    """What Parrot is for, in three figures with their conditions."""
+    """The three main figures with their conditions."""
     replay = load("agents_side_by_side_h200.json")
     ours, theirs = replay["parrot"][0], replay["vllm"][0]
     side = load(f"{_SIDE_BY_SIDE}.json")
@@ -63,7 +63,7 @@ def in_front() -> str:
 
 
 def in_front_programs() -> str:
-    """The completion times of applications with the clients that programs use, and lean ones."""
+    """Completion times of applications with common clients and with minimal ones."""
     name = "in_front_programs_h200"
     clients = {
         "pfunc": "Python front end, through Parrot",
@@ -131,7 +131,7 @@ def e4m3_weights() -> str:
 
 
 def families() -> str:
-    """Steps and prompts of three models of other families, and forks inside of windows."""
+    """Steps and prompts of three models of other families, and forks within windows."""
     theirs = load("baseline_vllm-0.25.1-gemma-3-12b.json")
     files = ("engine_gpu_families", "engine_gpu_gemma-3-27b")
     rows: list[list[Cell]] = []
@@ -202,7 +202,7 @@ def host_kv() -> str:
         (row for row in load("host_kv_h200.json")["rows"] if row["case"] == "returns"),
         key=lambda row: row["tokens"],
     )
-    places = {"GPU memory": "device", "CPU memory": "host", "nowhere: computed again": "nowhere"}
+    places = {"GPU memory": "device", "CPU memory": "host", "no memory (recomputed)": "nowhere"}
     rows: list[list[Cell]] = [
         [name, f"{1e3 * longest[f'{place}_s']:.0f} ms"] for name, place in places.items()
     ]
@@ -243,7 +243,7 @@ def overhead() -> str:
 
 
 def feature_cost() -> str:
-    """CPU time of a call with all application features, over that with none."""
+    """CPU time of a call with all application features, divided by the time with none."""
     found = load("serve_features.json")["rows"]
     rows: list[list[Cell]] = []
     for engines in sorted({row["engines"] for row in found}):
@@ -254,7 +254,7 @@ def feature_cost() -> str:
 
 
 def _with_source(heads: list[str], rows: list[list[Cell]], *names: str) -> str:
-    """The table, and below it the result files with the commits that they measured."""
+    """The table, followed by the result files with the commits that they measured."""
     links = [f"[{name}](../benchmark/results/{name}.json) ({_commit(name)})" for name in names]
     return f"{table(heads, rows)}\nSource: {', '.join(links)}.\n"
 
@@ -275,7 +275,7 @@ def _commit(name: str) -> str:
 
 
 def _distances() -> dict[tuple[str, str], float]:
-    """Seconds by (workload, style). Those of a chain are a step's, of which each chunk has one."""
+    """Seconds by (workload, style). For a chain they are the seconds of a step, one per chunk."""
     runs: list[Row] = load("apps_h200_13b_wan.json")["runs"]
     times = {}
     for run in runs:

@@ -7,8 +7,8 @@ from benchmark.tables.markdown import Cell, Row, table
 
 
 def rows(name: str, key: str, *fields: str) -> str:
-    """One line for each row of a list (or for the one object) under `key`. A field of an object in
-    a row is written with a dot."""
+    """One line for each row of the list, or for the single object, under `key`. A dot selects a
+    field of a nested object."""
     found = load(name)[key]
     lines = [[_field(row, field) for field in fields] for row in _listed(found)]
     return table([field.replace("_", " ").replace(".", ", ") for field in fields], lines)

@@ -1,4 +1,4 @@
-"""Tables in Markdown, and the pages that have them."""
+"""Markdown tables, and the pages that contain them."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +12,7 @@ _MARKED = re.compile(r"(<!-- table: ([^>]*?) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """`None` is an empty cell; a float gets three digits."""
+    """A Markdown table. `None` is an empty cell. Floats are shown with three digits."""
     lines = [heads, ["---"] * len(heads), *([shown(cell) for cell in row] for row in rows)]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
@@ -24,13 +24,13 @@ def shown(cell: Cell) -> str:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """So many significant digits, without an exponent, and all digits before the point."""
+    """At least `count` significant digits, without an exponent, and all digits before the point."""
     exponent = int(f"{value:.{count - 1}e}".partition("e")[2])
     return f"{value:,.{max(0, count - 1 - exponent)}f}"
 
 
 def ratio(values: Sequence[float] | None) -> str:
-    """The median of a ratio with its least and greatest."""
+    """The median of a ratio with its minimum and maximum."""
     if values is None:
         return ""
     middle, least, greatest = values
@@ -38,13 +38,13 @@ def ratio(values: Sequence[float] | None) -> str:
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:
-    """From the least to the greatest."""
+    """The minimum and the maximum."""
     low, high = digits(min(values)), digits(max(values))
     return f"{low}{unit}" if low == high else f"{low} to {high}{unit}"
 
 
 def filled(page: str, tables: Mapping[str, Table]) -> str:
-    """The page with each marked table made anew."""
+    """The page with all marked tables regenerated."""
 
     def content(match: re.Match[str]) -> str:
         name, *arguments = match[2].split()

@@ -1,11 +1,11 @@
-"""Where the figures come from."""
+"""Tables of the result files: their provenance and their commands."""
 
 from benchmark.results import UNKNOWN, load, names
 from benchmark.tables.markdown import Row, table
 
 
 def origins() -> str:
-    """Every result file: the code, the time and the machine, and whether it is history."""
+    """Every result file: code, time, machine, and whether its figures are outdated."""
     rows = []
     for name in names():
         origin = load(name)["provenance"]
@@ -15,7 +15,7 @@ def origins() -> str:
 
 
 def commands() -> str:
-    """The command that measures each file's figures today."""
+    """The command that reproduces each file's figures today."""
     lines = []
     for name in names():
         origin = load(name)["provenance"]

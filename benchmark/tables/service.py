@@ -9,7 +9,7 @@ from benchmark.tables.markdown import Row, ratio, spread, table
 
 
 def apps(name: str) -> str:
-    """A run of benchmark.apps: times of the first setting, and of the others over it."""
+    """A run of benchmark.apps: times of the first setting, and ratios of the others to it."""
     report = load(name)
     heads = ["case", "setting", "runs", "mean JCT, s", "over the first", "p99 JCT over the first"]
     heads += ["tokens/s", "recomputed", "bystanders' TPOT p99 over the first"]
@@ -28,7 +28,7 @@ def _ratios(report: Row, case: str, setting: str) -> Row:
 
 
 def _apps_lines(case: str, setting: str, figures: list[Row], over: Row) -> list[list[str]]:
-    """One line for each kind of job; what is not of a kind stands in the first."""
+    """One line for each kind of job. Figures of the whole run are in the first line."""
     kinds = list(dict.fromkeys(kind for f in figures for kind in f["jct_s"]))
     lines = []
     for kind in kinds:
@@ -54,8 +54,8 @@ def _apps_lines(case: str, setting: str, figures: list[Row], over: Row) -> list[
 
 
 def features() -> str:
-    """What each feature is worth by itself: mean JCT without it over that with it, in brackets the
-    bystanders' TPOT p99; a dot where both are 1.00."""
+    """The gain of each feature: mean JCT without the feature divided by mean JCT with it, and in
+    brackets the same for the bystanders' TPOT p99. A dot if both are 1.00."""
     report = load("apps_sim_13b_features.json")
     cases = list(dict.fromkeys(row["case"] for row in report["ratios"]))
     rows = []
@@ -79,18 +79,18 @@ POLICIES = ("critical_path", "las", "app_fifo", "fcfs")
 MIXES = {
     "8": "apps_sim_13b_mix_8.json",
     "16": "apps_sim_13b_mix_16.json",
-    "as many as KV holds": "apps_sim_13b_mix_256.json",
-    "8, outputs that end by chance": "apps_sim_13b_mix_8_learnt.json",
+    "as many as fit in KV": "apps_sim_13b_mix_256.json",
+    "8, outputs end at random": "apps_sim_13b_mix_8_learnt.json",
 }
 CHAINS = {
     "16": "apps_sim_13b_chains_16.json",
     "256": "apps_sim_13b_chains_256.json",
-    "256, prompts not bounded": "apps_sim_13b_chains_256_unbounded.json",
+    "256, prompts unlimited": "apps_sim_13b_chains_256_unbounded.json",
 }
 
 
 def policies() -> str:
-    """The mix of applications by policy, all jobs."""
+    """All jobs of the mix of applications, by policy."""
     return _policies(MIXES)
 
 
@@ -100,7 +100,7 @@ def policies_chains() -> str:
 
 
 def _policies(files: dict[str, str]) -> str:
-    """Mean (p99) of job completion times, and the mean's ratio to the first policy's by seed."""
+    """Mean (p99) of job completion times, and for each seed the ratio to the first policy."""
     rows = []
     for slots, name in files.items():
         found: dict[str, list[Row]] = {}
@@ -120,7 +120,7 @@ def _policy(times: list[Row] | None, first: list[Row]) -> str:
 
 
 def gpts(name: str) -> str:
-    """Requests a second at equal milliseconds per token, and the ratio to the prefix router's."""
+    """Requests per second at equal time per token, and the ratio to the prefix router."""
     rows = []
     for row in load(name)["rate_at_equal_ms_per_token"]:
         by_hand = [row[key] for key in row if key.startswith("fixed") and row[key]]
@@ -133,7 +133,7 @@ def gpts(name: str) -> str:
 
 
 def fanout(name: str) -> str:
-    """The time of 32 siblings over that of the best of all splits."""
+    """The time of 32 siblings, divided by the time of the best split."""
     found = load(name)
     rows = [
         [what, *(found[f"{p} read={reads}"]["over_best"] for p in PLACERS)]
@@ -146,7 +146,7 @@ PLACERS = ("predicted", "prefix_aware", "round_robin")
 
 
 def mixed(name: str) -> str:
-    """Chats beside map-reduces that begin anew: each placement, and what prediction gains on it."""
+    """Chats next to repeated map-reduces: each placement, and the gain of prediction over it."""
     found, rows = load(name), []
     for key, row in found.items():
         if not isinstance(row, dict) or "chat_tpot_ms" not in row:
@@ -155,7 +155,7 @@ def mixed(name: str) -> str:
         gains = found.get(f"over_{key}", {}).values()
         rows.append(
             [
-                key.replace("fixed,", "by hand, maps beside the chats:"),
+                key.replace("fixed,", "by hand, maps next to the chats:"),
                 f"{fmean(tpot['p99']):.1f} ({fmean(tpot['mean']):.1f})",
                 f"{fmean(ttft['p99']) / 1e3:.2f}",
                 f"{fmean(jct['mean']) / 1e3:.2f}",
@@ -173,7 +173,7 @@ TOOLS = {"five": "five tools", "two": "two tools", "one": "nothing tells"}
 
 
 def tool_pause() -> str:
-    """Chats that pause: tokens computed again by each rule, each seed for itself."""
+    """Chats with pauses: recomputed tokens by rule, separately for each seed."""
     heads = ["pauses", "LRU", "next use", "of LRU's", "of Belady's"]
     rows = [
         [TOOLS[tools], *cells, ", ".join(f"{run['next_use']['vs_belady']:.2f}" for run in runs)]
@@ -183,7 +183,7 @@ def tool_pause() -> str:
 
 
 def dag() -> str:
-    """Documents that are read twice: tokens computed again, and job completion times."""
+    """Documents that are read twice: recomputed tokens and job completion times."""
     heads = ["documents over memory", "LRU", "next use", "of LRU's", "JCT with LRU, s"]
     rows = [
         [
@@ -197,7 +197,7 @@ def dag() -> str:
 
 
 def _evictions(name: str, key: str) -> Iterator[tuple[Any, list[str], list[Row]]]:
-    """The runs of each value of a setup's `key`, and what each rule computed again in them."""
+    """The runs for each value of a setup's `key`, with the recomputed tokens of each rule."""
     runs = load(name)["runs"]
     for value in dict.fromkeys(run["setup"][key] for run in runs):
         mine = [run for run in runs if run["setup"][key] == value]
@@ -210,7 +210,7 @@ def _thousands(counts: list[int]) -> str:
 
 
 def eager() -> str:
-    """Questions that come late, by the traffic beside them: times in milliseconds."""
+    """Questions that arrive late, by concurrent traffic: times in milliseconds."""
     rows = load("serve_eager.json")["rows"]
     cases: dict[tuple[int, float, float], list[Row]] = {}
     for row in rows:
@@ -243,19 +243,19 @@ def _ms(row: Row | None, key: str, places: int = 0) -> str:
 
 
 def reuse() -> str:
-    """Stopping losers, and taking results over."""
+    """Cancelled losers and reused results."""
     found = load("reuse.json")
     jobs, waste = found["best_of_n"]["job_seconds"], found["best_of_n"]["wasted_steps_per_loser"]
     rows = [
         ["a job that reads all 16 candidates", f"{jobs['all']['mean']:.2f} s"],
-        ["the first 4, the others run on", f"{jobs['keep']['mean']:.2f} s"],
+        ["the first 4, the others continue", f"{jobs['keep']['mean']:.2f} s"],
         ["the first 4, the others are stopped", f"{jobs['first']['mean']:.2f} s"],
     ]
     for engines, steps in waste.items():
         text = f"{steps['mean']:.2f} (at most {steps['max']:g})"
         rows.append([f"steps wasted for each loser, engines: {engines}", text])
     for what, off, on in zip(
-        ("at first", "again", "again, one part changed"),
+        ("at first", "again", "repeated with one part changed"),
         found["rerun"]["off"],
         found["rerun"]["on"],
         strict=True,
@@ -264,7 +264,7 @@ def reuse() -> str:
         rows.append([f"calls run of a map-reduce of {on['calls']} calls, {what}", counts])
     look = found["lookup"]
     over = f"{look['ratio']:.2f} times ({look['on_us']:.0f} and {look['off_us']:.0f} us)"
-    return table(["what", "measured"], [*rows, ["CPU of a call that finds nothing", over]])
+    return table(["what", "measured"], [*rows, ["CPU time of a call without a hit", over]])
 
 
 def fit() -> str:
@@ -282,8 +282,8 @@ def fit() -> str:
 
 
 def nemesis_nights() -> str:
-    """Parts of the nightly run. `programs` and `kills` count all rounds, `violations` lists the
-    seeds of rounds with one."""
+    """Parts of the nightly run. `programs` and `kills` are counts over all rounds. `violations`
+    lists the seeds of rounds with a violation."""
     heads = [
         "part",
         "first seed",
