@@ -25,7 +25,7 @@ _STEPS = st.tuples(st.just("steps"), st.integers(1, 3), st.none(), st.none())
 
 
 def events(how: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Event]]:
-    """Reads of some texts, each made `how`, twice as often as other actions."""
+    """Random events, two thirds of which read some texts in the way `how`."""
     read = st.tuples(st.just("read"), _TEXTS, how, st.integers(-1, 1))
     return st.lists(st.one_of(read, read, _GENERATE, _ABORT, _STEPS), max_size=14)
 
@@ -39,7 +39,7 @@ def assert_exact(
 ) -> None:
     """Check that each finished read returns the expected result, and that no context is left.
 
-    `read` sends a request for texts, made `how`, at a priority."""
+    `read` sends a request that reads texts in the way `how`, at a priority."""
     asked: list[tuple[Answer, list[T]]] = []
     for index, (kind, what, how, priority) in enumerate(happening):
         if kind == "read":

@@ -18,7 +18,7 @@ LONG = "abcdefghijklmnopqrstuvwxyz" * 4
 
 
 async def timed_step(engine: Harness) -> float:
-    """Like `Harness.step`, but the step takes time; returns how much."""
+    """Like `Harness.step`, but the step takes time. Returns the seconds of the step."""
     step = engine.core.plan()
     assert step is not None
     num_filled = sum(len(s.token_ids) for s in step.plan.sequences if len(s.token_ids) > 1)
@@ -57,7 +57,7 @@ async def test_background_fills_lengthen_decode_steps_by_at_most_their_share(
         seconds += await timed_step(engine)
         num_steps += 1
     share = min(asked, limit)
-    assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # Later steps pay.
+    assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # Later steps make up for it.
     assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5  # Most is used.
 
 

@@ -27,7 +27,7 @@ def test_a_block_is_free_when_its_last_holder_releases_it():
     assert pool.num_releases == 3
 
 
-def test_misuse_is_an_assertion():
+def test_misuse_fails_an_assertion():
     pool = BlockPool(2, 4)
     with pytest.raises(AssertionError, match="free and cannot be shared"):
         pool.share([0])
@@ -40,7 +40,7 @@ def test_blocks_for(tokens, blocks):
     assert BlockPool(1, 4).blocks_for(tokens) == blocks
 
 
-def test_integrity_finds_a_lost_and_a_foreign_reference():
+def test_integrity_check_finds_missing_and_extra_references():
     pool = BlockPool(3, 4)
     blocks = pool.allocate(2)
     pool.check_integrity([blocks])
@@ -53,7 +53,7 @@ def test_integrity_finds_a_lost_and_a_foreign_reference():
 
 
 @given(st.lists(st.tuples(st.sampled_from("asr"), st.integers(0, 5)), max_size=40))
-def test_random_histories_keep_the_count(history):
+def test_random_operations_keep_the_reference_counts(history):
     pool = BlockPool(8, 2)
     tables: list[list[int]] = []
     for verb, number in history:

@@ -13,7 +13,7 @@ def tree() -> ContextTree:
 
 
 def grow(tree: ContextTree, context: Context, num_tokens: int) -> tuple[BlockCopy, ...]:
-    """Append and "compute" tokens."""
+    """Append tokens and mark them as computed."""
     context.token_ids.extend(range(num_tokens))
     copies = tree.reserve(context, len(context.token_ids))
     assert copies is not None
@@ -148,7 +148,7 @@ def test_shared_blocks_are_dropped_if_all_their_holders_are_given(tree):
     tree.check_integrity()
 
 
-def test_integrity_sees_two_owners_and_uncovered_tokens(tree):
+def test_integrity_check_finds_two_owners_and_tokens_without_blocks(tree):
     parent = tree.create(1)
     grow(tree, parent, 6)
     child = fork(tree, parent, 2, 6)

@@ -1,4 +1,5 @@
-"""Random programs against the core: no deadlock, no leak, no KV of others, one answer each."""
+"""Random programs against the core. There must be no deadlock, no leak, no read of foreign KV, and
+one answer for each request."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from parrot.engine.core.steps import RunnerInfo, WindowInfo
 from parrot.engine.sim import EOS_ID, VOCAB_SIZE, byte_tokenizer_response
 from parrot.protocol.engine_api import NO_PARENT, DraftSources
 from parrot.protocol.sampling import SamplingConfig
-from tests.engine.core.oracle import Asked, Oracle
+from tests.engine.core.oracle import Oracle, TrackedRequest
 from tests.support.checking_runner import CheckingRunner, LaunchingRunner
 from tests.support.examples import examples
 from tests.support.manual_clock import ManualClock
@@ -33,13 +34,14 @@ ADDED = st.lists(st.sampled_from([97, 98, 120, 121]), max_size=2)
 
 
 def next_token(context_ids) -> int:
-    """A printable byte, or sometimes the end of the text."""
+    """A printable byte, or in 1 of 23 cases EOS."""
     value = hash(tuple(context_ids))
     return EOS_ID if value % 23 == 0 else 97 + value % 26
 
 
 def after_last_token(context_ids) -> int:
-    """Always the same token after a letter, so that texts repeat soon."""
+    """A model in which the next token depends only on the last token, so that outputs repeat
+    soon."""
     value = hash((context_ids[-1], 7))
     return EOS_ID if value % 23 == 0 else 97 + value % 26
 
@@ -113,7 +115,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_len = self.core.max_context_len
         bad_tokens = tuple(self.faults.values())
         self.oracle = Oracle(self.core._tree.get, self.model, max_len, bad_tokens)
-        self.asked: list[Asked] = []
+        self.requests: list[TrackedRequest] = []
         self.next_context = 0
         self.live: list[int] = []
         self.salts: dict[int, str] = {}
@@ -122,10 +124,10 @@ class EngineMachine(RuleBasedStateMachine):
         return self.core._tree.get(context_id).token_ids
 
     def submit(self, pieces, sampling=None, priority=0, stream=False, drafts=()) -> None:
-        asked = self.oracle.asks(pieces, sampling, priority)
+        request = self.oracle.record(pieces, sampling, priority)
         salt = self.salt
-        self.asked.append(asked)
-        number = len(self.asked)
+        self.requests.append(request)
+        number = len(self.requests)
         self.core.requests.submit(
             EngineRequest(
                 number,
@@ -136,10 +138,10 @@ class EngineMachine(RuleBasedStateMachine):
                 salt,
                 drafts=DraftSources(texts=drafts),
             ),
-            asked,
+            request,
         )
         self.deliver()
-        self.oracle.was_asked(asked)
+        self.oracle.confirm(request)
 
     def deliver(self) -> None:
         for call, argument in self.core.requests.outbox.take():
@@ -153,8 +155,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @property
     def salt(self) -> str:
-        """Of the next request."""
-        return "other" if len(self.asked) % 4 == 3 else ""
+        """The salt of the next request."""
+        return "other" if len(self.requests) % 4 == 3 else ""
 
     @property
     def usable(self) -> list[int]:
@@ -175,7 +177,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num=st.integers(1, 3), priority=st.sampled_from([-1, 0, 1, BACKGROUND]))
     def fill(self, data, num, priority):
-        num = 1 if priority == BACKGROUND else num  # as over HTTP
+        num = 1 if priority == BACKGROUND else num  # A background fill has one piece, as over HTTP.
         self.submit([self.draw_piece(data) for _ in range(num)], priority=priority)
 
     @rule(
@@ -194,7 +196,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.submit(pieces, sampling, priority, stream, drafts)
 
     def draw_drafts(self, data, text) -> tuple[list[int], ...]:
-        """A possible output of the model, with a difference in the middle."""
+        """A possible output of the model, with inserted tokens in the middle."""
         text = text[-4:] or [97]
         for _ in range(16):
             text.append(self.model(text))
@@ -206,19 +208,19 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data(), num=st.integers(1, 3))
     def free(self, data, num):
         ids = data.draw(st.lists(st.sampled_from(self.live), max_size=num, unique=True))
-        self.oracle.frees(ids)
+        self.oracle.record_free(ids)
         self.core.requests.free(ids)
         self.live = [context_id for context_id in self.live if context_id not in ids]
         self.deliver()
 
-    @precondition(lambda self: self.asked)
+    @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
-        request_id = data.draw(st.integers(1, len(self.asked)))
-        self.oracle.aborts(self.asked[request_id - 1])
+        request_id = data.draw(st.integers(1, len(self.requests)))
+        self.oracle.record_abort(self.requests[request_id - 1])
         self.core.requests.abort(request_id)
         self.deliver()
-        assert self.asked[request_id - 1].answer is not None
+        assert self.requests[request_id - 1].answer is not None
 
     @rule(num=st.integers(1, 6))
     def steps(self, num):
@@ -250,8 +252,8 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(MAX_IDLE_STEPS):
             if not self.step():
                 break
-        assert not self.core.has_work, "requests are left but no step can be made"
-        assert all(asked.answer is not None for asked in self.asked)
+        assert not self.core.has_work, "requests are left, but the core runs no step"
+        assert all(request.answer is not None for request in self.requests)
         self.core.requests.free(self.live)
         self.deliver()
         assert not self.runner.violations, self.runner.violations[0]

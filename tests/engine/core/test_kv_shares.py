@@ -24,7 +24,7 @@ EIGHT = SamplingConfig(max_gen_length=8)
 
 
 def fill(engine: Harness, number: int, salt: str, num_blocks: int = 1, weight: float = 1.0) -> int:
-    """Give a context of its own text; returns how many of its tokens were cached."""
+    """Fill a context of its own. Returns the number of cached tokens."""
     text = f"{number:03d}{salt[0]}" * num_blocks
     answer = engine.fill(
         piece(number, text), cache_salt=salt, share=TenantShare(f"tenant {salt}", weight)
@@ -147,12 +147,12 @@ def test_a_group_that_returns_has_the_weights_of_its_present_tenants():
     shares.record_request(ours, "a", 3.0)
     clock.pass_time(AWAY_S)
     shares.record_request(other, "c", 1.0)
-    assert not shares.protects(ours)  # It is away now.
+    assert not shares.protects(ours)  # The group is inactive now.
     shares.record_request(ours, "b", 1.0)
     assert (ours.weight, shares.protected_per_weight) == (1.0, 3.0)
 
 
-def test_the_protected_part_is_weighted():
+def test_the_protected_share_depends_on_the_weight():
     shares = KvShares(16)
     large, small = shares.group("large"), shares.group("small")
     shares.record_request(large, "a", 3.0)
@@ -176,7 +176,7 @@ def test_inactive_groups_lose_first():
     assert kept(engine, 1) == [1]
 
 
-def test_a_chat_stays_guarded_after_its_call_ends():
+def test_a_group_stays_protected_after_its_call_ends():
     """The 120 s begin when a call ends, because the next turn comes after that."""
     engine = Harness(num_blocks=8)
     chat = engine.submit(piece(1, "ab"), sampling=EIGHT, cache_salt="quiet")
@@ -240,7 +240,7 @@ def test_groups_without_contexts_and_kv_are_removed():
         fill(engine, number, f"salt {number}")
         engine.free(number)
     assert len(engine.core._tree.shares._groups) <= 8
-    engine.embed("")  # Is rejected.
+    engine.embed("")  # The request is rejected.
     engine.run()
     engine.core.check_integrity()
 
@@ -252,7 +252,7 @@ class Losses:
         self.pool = pool
         self.num_given_away = 0
 
-    def given_away(self, block: int) -> None:
+    def evicted(self, block: int) -> None:
         held: Counter[ShareGroup] = Counter()
         for (group, _), number in self.pool.count_owners().items():
             held[group] += number
@@ -314,7 +314,7 @@ calls = st.builds(
 )
 
 
-class Spy:
+class EvictionCheck:
     """Checks that protected groups lose KV only to their own jobs, or to the first of all jobs."""
 
     def __init__(self, engine: Harness) -> None:
@@ -359,7 +359,7 @@ class Spy:
 )
 def test_no_group_within_its_share_loses_to_another(weights, program):
     engine = Harness(num_blocks=10, max_seq_len=36)
-    Spy(engine)
+    EvictionCheck(engine)
     answers, contexts = [], defaultdict(list)
     for number, call in enumerate(program, 1):
         salt = f"salt {call.group}"
@@ -382,7 +382,7 @@ def test_no_group_within_its_share_loses_to_another(weights, program):
 
 def test_the_property_is_tried_with_protected_groups():
     engine = Harness(num_blocks=8)
-    spy = Spy(engine)
+    spy = EvictionCheck(engine)
     fill(engine, 1, "quiet", 2)
     for number in range(10, 20):
         fill(engine, number, "crowd")

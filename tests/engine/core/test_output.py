@@ -27,7 +27,7 @@ def generation(stream=False, **sampling) -> Generation:
 
 
 def feed(out: Generation, data: bytes | list[int]):
-    """Push tokens until the output ends; return the stream's chunks."""
+    """Push tokens until the output ends. Returns the chunks of the stream."""
     chunks = []
     for token_id in data:
         out.push(token_id)

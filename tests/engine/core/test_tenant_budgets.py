@@ -1,4 +1,5 @@
-"""Limits on the step time of a tenant with many jobs next to a tenant with few."""
+"""Limits on the step time of a tenant with many jobs. In these tests, the crowd is a tenant with
+100 jobs, and the chat is a tenant with one job."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.support.answer import Answer
 from tests.support.core_harness import Harness, piece
 from tests.support.examples import examples
 
-COSTS = StepCosts()  # The costs of an engine that has measured no step.
+COSTS = StepCosts()  # Default costs, before the engine has measured a step.
 CHAT = TenantShare("b", step_growth=0.25)
 CROWD = TenantShare("a", step_growth=0.25)
 CHAT_ID = 1000
@@ -23,7 +24,7 @@ def big(**config: Any) -> Harness:
     return Harness(num_blocks=2000, max_seq_len=1500, **config)
 
 
-def crowded(engine: Harness, count: int = 100, **options: Any) -> list[Answer]:
+def start_crowd(engine: Harness, count: int = 100, **options: Any) -> list[Answer]:
     options = {"length": 40, "share": CROWD} | options
     return [engine.generate(piece(n, f"c{n}"), **options) for n in range(count)]
 
@@ -52,7 +53,7 @@ def chat_steps(engine: Harness, chat: Answer) -> list[StepPlan]:
 
 def test_a_crowd_lengthens_a_chats_steps_by_its_allowed_growth() -> None:
     engine = big()
-    crowd = crowded(engine)
+    crowd = start_crowd(engine)
     for _ in range(3):
         engine.step()
     assert len(engine.last_plan.sequences) == 100
@@ -79,7 +80,7 @@ def test_prompts_of_a_crowd_are_computed_in_small_chunks() -> None:
     ("chat", "crowd", "count"),
     [
         (TenantShare("b"), CROWD, 100),  # The chat sets no limit.
-        (CHAT, CHAT, 100),  # Both are one tenant.
+        (CHAT, CHAT, 100),  # Both belong to the same tenant.
         (CHAT, CROWD, 10),  # There are too few jobs.
         (CHAT, TenantShare("a", weight=100.0), 100),  # The crowd's tenant has a large weight.
     ],
@@ -88,7 +89,7 @@ def test_no_tenant_is_limited_without_need(
     chat: TenantShare, crowd: TenantShare, count: int
 ) -> None:
     engine = big()
-    crowded(engine, count, share=crowd)
+    start_crowd(engine, count, share=crowd)
     engine.step()
     answer = engine.generate(piece(CHAT_ID, "hello"), length=20, share=chat)
     assert all(len(plan.sequences) == count + 1 for plan in chat_steps(engine, answer))
@@ -98,7 +99,7 @@ def test_a_returning_chat_finds_short_steps_for_ten_seconds() -> None:
     engine = big()
     engine.generate(piece(CHAT_ID, "hello"), length=2, share=TenantShare("b", step_growth=0.1))
     engine.run()
-    crowded(engine, length=400)
+    start_crowd(engine, length=400)
     growth = []
     for _ in range(30):
         engine.step()
@@ -113,7 +114,7 @@ def test_a_returning_chat_finds_short_steps_for_ten_seconds() -> None:
 def test_a_chat_limits_a_crowd_after_its_call_has_ended() -> None:
     """The limit holds for 10 s after the last step of the chat's call."""
     engine = big()
-    crowded(engine, length=400)
+    start_crowd(engine, length=400)
     engine.step()
     share = TenantShare("b", step_growth=0.1)
     chat = engine.generate(piece(CHAT_ID, "hello"), length=4, share=share)
@@ -153,7 +154,7 @@ def test_a_returning_chat_finds_no_step_full_of_a_crowds_prompts() -> None:
 
     engine.clock._now += 60
     assert 1000 <= most(30, 0) <= 1024 + 30
-    assert most(10, 100) > 2000  # Ten jobs are no crowd.
+    assert most(10, 100) > 2000  # Ten jobs are not limited.
     engine.clock._now += 600
     assert most(30, 200) > 2000
 

@@ -25,7 +25,7 @@ def harness(kind: type[Harness] = Harness, **options: Any) -> Harness:
 
 
 def run(engine: Harness) -> int:
-    """Run steps as a driver does; return the number of plans."""
+    """Run steps like a driver. Returns the number of plans."""
     for _ in range(200):
         engine.core.wait_until_due()
         if not engine.step():

@@ -26,7 +26,7 @@ class TieredMachine(EngineMachine):
     num_host_blocks: ClassVar = 9
 
     @initialize(seed=st.integers(0, 99), max_polls=st.sampled_from([0, 1, 6]))
-    def be_slow(self, seed, max_polls):
+    def set_slowness(self, seed, max_polls):
         self.slowness = (seed, max_polls)
 
     @precondition(lambda self: self.runner.max_polls == 0)
@@ -76,7 +76,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
 
     @precondition(lambda self: self.usable)
     @rule(data=st.data(), num_steps=st.integers(0, 20), num_evicted=st.sampled_from([0, 2, 99]))
-    def go_on(self, data, num_steps, num_evicted):
+    def continue_session(self, data, num_steps, num_evicted):
         """A turn after another one, whose KV may be in CPU memory by then."""
         parent = one_of(data, self.usable)
         for _ in range(num_steps):
