@@ -44,8 +44,8 @@ def back_up(path: JournalArgument, copy: CopyArgument) -> None:
 
 @journal.command("restore")
 def restore_copy(copy: CopyArgument, path: JournalArgument) -> None:
-    """Put a copy in the place of the journal. ServeCore must be stopped. The replaced journal is
-    kept beside it."""
+    """Replace the journal with a copy. ServeCore must be stopped. The replaced journal is kept in
+    the same folder."""
     from parrot.cli.console import OUT
     from parrot.journal.tools import restore
 

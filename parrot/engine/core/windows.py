@@ -24,9 +24,9 @@ from parrot.protocol.engine_api import WindowSlots
 
 _NOTHING = range(0)
 
-# If more windows are used in turn than there are slots for, the least recently used one is always
-# the next to be used. So a window that was lost and computed again is reused first, except for one
-# of this number of them. A larger value adapts to other contexts more slowly.
+# If contexts take turns and need more windows than there are slots, the least recently used window
+# is always the one that is needed next. So the slots of recomputed windows are reused first, except
+# for each fourth of these windows. A larger value adapts to other contexts more slowly.
 _KEEP_EVERY = 4
 
 

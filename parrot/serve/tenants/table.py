@@ -123,25 +123,25 @@ class KeyEntry(ConfigModel):
     scopes: tuple[Scope, ...] = Field(
         (Scope.USER,),
         min_length=1,
-        description="What the key is for: `user`, sessions and requests of its own; `admin`, the "
+        description="The rights of the key: `user`, its own sessions and requests; `admin`, the "
         "operator's routes; `metrics`, those of the whole service.",
     )
     weight: float = Field(
         1.0,
         ge=MIN_WEIGHT,
         le=MAX_WEIGHT,
-        description="Its share of the service beside other tenants'.",
+        description="The tenant's weight when engines are shared with other tenants.",
     )
     share_group: _Name | None = Field(
         None,
-        description="Tenants with the same name here share what is cached of prompts and results, "
-        "so each may learn what the others sent. null: no sharing.",
+        description="Tenants with the same `share_group` share cached prompts and results, so each "
+        "may learn what the others sent. null: no sharing.",
     )
-    limits: TenantLimits = Field(TenantLimits(), description="What the tenant may have.")
+    limits: TenantLimits = Field(TenantLimits(), description="Limits of the tenant.")
     history: bool = Field(
         True,
         description="Keep finished runs of the tenant, with their prompts and values, for the "
-        "page. false: they are deleted, also those that were kept before.",
+        "page. false: they are deleted, including earlier ones.",
     )
 
     def tenant(self) -> Tenant:
