@@ -29,7 +29,7 @@ PERSON = {
 
 
 @pytest.mark.parametrize("vocab_size", [259, 49152, 151936])
-def test_only_tokens_with_a_bit_are_chosen(vocab_size: int) -> None:
+def test_only_tokens_that_the_mask_allows_are_chosen(vocab_size: int) -> None:
     generator = torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(8, vocab_size, generator=generator)
     logits[5, 3] = float("nan")

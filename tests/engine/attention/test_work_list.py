@@ -95,7 +95,7 @@ def seen_keys(step: StepRows, work: WorkList) -> list[list[tuple[int, int]]]:
 
 
 @given(steps(), st.sampled_from([1, 2, 3, 4, 8]), st.sampled_from([None, FREE_SHARING]), SPLITS)
-def test_every_token_sees_each_of_its_keys_once(
+def test_every_token_reads_each_of_its_keys_once(
     step: StepRows, group: int, gate: GateConfig | None, split: SplitConfig
 ) -> None:
     work = plan_work(step, shape_of(group), gate, split)

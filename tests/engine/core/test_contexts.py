@@ -122,7 +122,7 @@ def test_rewinding_into_a_shared_block_copies_it(tree):
     assert tree.reserve(parent, 8) == ()  # It is the only holder again.
 
 
-def test_of_one_context_only_blocks_that_it_holds_alone_are_dropped(tree):
+def test_dropping_one_context_keeps_its_shared_blocks(tree):
     parent = tree.create(1)
     grow(tree, parent, 8)
     child = fork(tree, parent, 2, 8)

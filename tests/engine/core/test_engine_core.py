@@ -177,7 +177,7 @@ def test_forks_continue_when_the_parent_that_they_restore_is_freed():
     assert engine.bytes_of(3) == b"abcdefghxyz"
 
 
-def test_a_fork_of_a_fork_whose_writer_was_aborted_has_what_both_inherit():
+def test_a_fork_of_a_fork_whose_writer_was_aborted_has_the_inherited_tokens():
     engine = Harness()
     engine.fill(piece(1, "abcd"))
     engine.fill(piece(2, "", parent=1))

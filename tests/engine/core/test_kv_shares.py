@@ -163,7 +163,7 @@ def test_the_protected_share_depends_on_the_weight():
     assert [shares.protects(large), shares.protects(small)] == [False, False]
 
 
-def test_inactive_groups_lose_first():
+def test_kv_of_inactive_groups_is_evicted_first():
     engine = Harness(num_blocks=8)
     fill(engine, 1, "quiet")
     engine.clock.pass_time(AWAY_S)
@@ -357,7 +357,7 @@ class EvictionCheck:
     weights=st.lists(st.sampled_from([1.0, 2.0, 0.5, 2.0**-19, 2.0**29]), min_size=3, max_size=3),
     program=st.lists(calls, max_size=30),
 )
-def test_no_group_within_its_share_loses_to_another(weights, program):
+def test_no_group_within_its_share_loses_kv_to_another(weights, program):
     engine = Harness(num_blocks=10, max_seq_len=36)
     EvictionCheck(engine)
     answers, contexts = [], defaultdict(list)
@@ -380,7 +380,7 @@ def test_no_group_within_its_share_loses_to_another(weights, program):
     assert all(one.response is not None or one.error is not None for one in answers)
 
 
-def test_the_property_is_tried_with_protected_groups():
+def test_the_random_programs_include_protected_groups():
     engine = Harness(num_blocks=8)
     spy = EvictionCheck(engine)
     fill(engine, 1, "quiet", 2)

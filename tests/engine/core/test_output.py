@@ -159,7 +159,7 @@ def test_special_tokens_are_not_text():
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     st.data(),
 )
-def test_stop_strings_cut_where_a_search_of_the_whole_would(text, stops, data):
+def test_stop_strings_cut_a_stream_like_a_search_of_the_whole_text(text, stops, data):
     finder = StopStrings(stops)
     out, rest = "", text
     while rest and not finder.found:
@@ -200,7 +200,7 @@ def test_length_is_exact():
     assert out.text() == "abc"
 
 
-def test_one_token_is_one_token():
+def test_a_limit_of_one_token_gives_one_token():
     out = generation(max_gen_length=1)
     feed(out, b"xyz")
     assert (out.text(), out.finish_reason) == ("x", FinishReason.LENGTH)

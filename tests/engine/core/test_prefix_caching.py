@@ -21,7 +21,7 @@ def usage(answer) -> tuple[int, int]:
     return (answer.response.usage.cached_tokens, answer.response.usage.computed_tokens)
 
 
-def test_a_second_root_computes_only_what_the_first_has_not():
+def test_a_second_prompt_computes_only_tokens_that_are_not_cached():
     engine = Harness()
     first = engine.generate(piece(1, PROMPT), length=3)
     engine.run()
@@ -57,7 +57,7 @@ def test_freed_contexts_stay_as_cache_and_count_as_free():
     assert usage(again) == (20, 1)
 
 
-def test_generated_tokens_are_found_too():
+def test_generated_tokens_are_cached_too():
     engine = Harness()
     first = engine.generate(piece(1, PROMPT), length=8)
     engine.run()
@@ -137,7 +137,7 @@ def test_a_preempted_job_finds_the_rest_of_its_kv():
     assert sum(plan.num_tokens for plan in engine.runner.plans) < 21 + 6 + 21 + 13
 
 
-def test_kv_of_a_failed_request_is_not_adopted():
+def test_kv_of_a_failed_request_is_not_reused():
     engine = Harness(faults={"nan_token": ord("x")}, fill_chunk_size=4)
     failed = engine.generate(piece(1, "abcdefgx"), length=2)
     engine.run()

@@ -68,7 +68,7 @@ def test_sessions_with_too_many_windows_still_find_some() -> None:
     assert sum(length > 0 for length in found[5:]) > 0.3 * len(found[5:])
 
 
-def test_the_first_windows_to_go_are_those_that_all_contexts_have_passed() -> None:
+def test_windows_that_all_contexts_have_passed_are_evicted_first() -> None:
     world = harness(num_slots=14)
     assert computed(world, 1, TEXT) == 40
     assert computed(world, 2, "z" + TEXT[:35]) == 36  # Takes slots that the first has passed.

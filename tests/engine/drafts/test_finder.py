@@ -16,7 +16,7 @@ def ahead(finder: DraftFinder, context: list[int], limit: int = 8) -> list[int]:
     return finder.propose(ids, limit)
 
 
-def test_the_end_of_the_context_is_searched_in_the_context():
+def test_the_newest_tokens_are_searched_in_the_earlier_context():
     assert ahead(DraftFinder([]), [1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
 

@@ -213,7 +213,7 @@ def test_the_runner_reports_its_sizes() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "rwkv", "jamba"])
-def test_models_with_other_state_are_refused(kind: str) -> None:
+def test_models_with_recurrent_state_are_refused(kind: str) -> None:
     own = {"attn_layer_period": 2, "attn_layer_offset": 1} if kind == "jamba" else {}
     size = {**GQA, "attention_hidden_size": 32, **own}
     config = transformers.AutoConfig.for_model(kind, **size)

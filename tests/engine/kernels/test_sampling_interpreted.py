@@ -77,7 +77,7 @@ def test_the_largest_logit_of_several_ranks() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_with_a_number_that_is_not_finite(bad: float) -> None:
+def test_rows_that_are_not_finite_get_no_token(bad: float) -> None:
     logits = normal(4, 5000)
     logits[1, 17], logits[2, 4999] = bad, bad
     tokens = best_tokens(logits)
@@ -101,7 +101,9 @@ def test_drawn_tokens_equal_those_of_the_cpu(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vocab_size", [40, 4096, 9001])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_only_tokens_with_a_bit_are_chosen(vocab_size: int, fields: dict[str, Any]) -> None:
+def test_only_tokens_that_the_mask_allows_are_chosen(
+    vocab_size: int, fields: dict[str, Any]
+) -> None:
     logits = normal(5, vocab_size)
     logits[2, 3] = float("nan")
     words, allowed = random_mask(3, vocab_size)

@@ -90,7 +90,7 @@ def test_qwen_2_5_with_yarn_and_disabled_windows() -> None:
     assert {layer.attention.window for layer in spec.layers} == {None}
 
 
-def test_pythia_has_old_names_of_rotations() -> None:
+def test_pythia_uses_old_names_of_rope_settings() -> None:
     spec = spec_of(
         "GPTNeoXForCausalLM",
         hidden_act="gelu",
@@ -109,7 +109,7 @@ def test_pythia_has_old_names_of_rotations() -> None:
     assert num_weights(spec) == pytest.approx(1.011e9, rel=1e-3)
 
 
-def test_command_r7b_rotates_only_in_windows() -> None:
+def test_command_r7b_uses_rope_only_in_windowed_layers() -> None:
     spec = spec_of(
         "Cohere2ForCausalLM",
         hidden_size=4096,

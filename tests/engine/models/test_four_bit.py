@@ -65,7 +65,7 @@ def test_super_blocks(name: str) -> None:
     assert bool(((matrix_of(words).numbers() - want).abs() <= bound).all())
 
 
-def test_rows_that_are_not_whole_blocks() -> None:
+def test_rows_that_are_not_whole_blocks_are_refused() -> None:
     for kind, columns, block in ((Kind.Q4_K, 64, 256), (Kind.Q8_0, 16, 32)):
         with pytest.raises(ValueError, match=f"rows of {columns} numbers .* blocks of {block}"):
             dequantise(memoryview(bytearray(4096)), kind.value, (8, columns))

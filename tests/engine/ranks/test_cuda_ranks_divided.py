@@ -102,11 +102,11 @@ def outputs(runner: CudaRunner) -> list[Any]:
     long = driver.context([i * 5 % 250 for i in range(LONG)])
     found.append(driver.generate([long], 2))
     if runner.info.num_host_blocks:
-        go_out_and_come_back(driver, runner, long)
+        store_and_load(driver, runner, long)
     return [*found, driver.generate([long], 3)]
 
 
-def go_out_and_come_back(driver: Driver, runner: CudaRunner, context: Context) -> None:
+def store_and_load(driver: Driver, runner: CudaRunner, context: Context) -> None:
     """Evict the context's first blocks, let another context use them, and load their KV into other
     blocks."""
     blocks, slots = context.blocks[:3], (3, 0, 1)
@@ -147,7 +147,7 @@ def divided(folder: Path, store: Path, *options: str) -> Iterator[CudaRunner]:
         assert process.wait(60) == 0
 
 
-def test_tokens_are_those_of_one_rank(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_one_rank(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES)
     want = outputs(make_runner(str(folder), None, None))
     with divided(folder, tmp_path / "store") as runner:

@@ -116,7 +116,7 @@ def outputs(runner: ModelRunner) -> Outcome:
 @pytest.mark.parametrize(
     ("family", "size"), [("llama", 2), ("llama", 4), ("qwen2", 4), ("qwen3", 2), ("opt", 2)]
 )
-def test_tokens_are_those_of_one_rank(
+def test_tokens_equal_those_of_one_rank(
     checkpoint_of: Callable[[str], Checkpoint], family: str, size: int
 ) -> None:
     checkpoint = checkpoint_of(family)
@@ -153,7 +153,7 @@ def test_logits_are_gathered_only_for_rows_that_need_more_than_the_largest(
     assert widths == [2, share, share, share, 2]
 
 
-def test_log_probabilities_and_states_are_those_of_one_rank(
+def test_log_probabilities_and_states_equal_those_of_one_rank(
     checkpoint_of: Callable[[str], Checkpoint],
 ) -> None:
     checkpoint = checkpoint_of("llama")

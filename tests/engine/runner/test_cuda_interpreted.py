@@ -314,7 +314,7 @@ def _specialised(argument: Any) -> Any:
 
 @pytest.mark.usefixtures("small_device")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # Values of padding are undefined.
-def test_products_of_any_few_rows_are_warm(
+def test_warm_up_compiles_products_of_any_few_rows(
     make_runners: MakeRunners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, runner = make_runners("llama", max_rows=FEW_ROWS)

@@ -108,26 +108,26 @@ def golden(checkpoint: Checkpoint) -> Golden:
     return Golden(prompts, made.sequences[:, PROMPT_LENGTH:].tolist(), logits)
 
 
-def test_alone(any_runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_of_single_prompts(any_runner: ModelRunner, golden: Golden) -> None:
     for prompt, want in zip(golden.prompts[:1], golden.outputs, strict=False):
         driver = Driver(any_runner)
         assert driver.generate([driver.context(prompt)], NUM_TOKENS) == [want]
 
 
-def test_in_a_batch_of_16(any_runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_in_a_batch_of_16(any_runner: ModelRunner, golden: Golden) -> None:
     driver = Driver(any_runner)
     chosen = [*range(6), *range(6), 0, 3, 5, 1]
     contexts = [driver.context(golden.prompts[i]) for i in chosen]
     assert driver.generate(contexts, NUM_TOKENS) == [golden.outputs[i] for i in chosen]
 
 
-def test_filled_in_chunks_of_7(any_runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_of_prompts_in_chunks_of_7(any_runner: ModelRunner, golden: Golden) -> None:
     driver = Driver(any_runner)
     contexts = [driver.context(prompt) for prompt in golden.prompts]
     assert driver.generate(contexts, NUM_TOKENS, chunk=7) == golden.outputs
 
 
-def test_forked_from_a_shared_context(any_runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_of_forks(any_runner: ModelRunner, golden: Golden) -> None:
     """A fork of each prompt's context: after 2 tokens, in the middle, or before the last token."""
     driver = Driver(any_runner)
     contexts = []
@@ -141,7 +141,7 @@ def test_forked_from_a_shared_context(any_runner: ModelRunner, golden: Golden) -
     assert driver.generate(contexts, NUM_TOKENS) == golden.outputs
 
 
-def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
+def test_a_long_shared_prefix_is_read_once_with_the_same_outputs(
     model: Decoder, golden: Golden
 ) -> None:
     """Forks of a prefix of 320 tokens decode together, with and without shared reads."""
@@ -161,7 +161,7 @@ def test_a_long_shared_prefix_is_read_once_and_changes_nothing(
     assert outputs[0] == outputs[1]
 
 
-def test_after_a_preemption(any_runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_after_a_preemption(any_runner: ModelRunner, golden: Golden) -> None:
     """Half of the contexts lose their KV after 4 tokens. The runner computes it again from their
     tokens."""
     driver = Driver(any_runner)
@@ -250,7 +250,7 @@ def complete(
     return [answer.generated_ids for answer in answers_of(runner, requests, **config)]
 
 
-def test_preempted_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
+def test_outputs_after_preemptions_by_the_engine_core(runner: ModelRunner, golden: Golden) -> None:
     """The pool holds half of the contexts, so the core must preempt some for the others to
     finish."""
     counting = CountingRunner(runner)

@@ -27,7 +27,7 @@ def with_free(monkeypatch: pytest.MonkeyPatch, free: float) -> None:
     monkeypatch.setattr(fit, "available_memory", lambda: memory[0])
 
 
-def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 14.5)
     with pytest.raises(ConfigError, match=r"big does not fit: .* 15\.0 GiB .*of the 24\.0 GiB of"):
         require_fit("big", SPEC, ONE, BuiltinInstance(), GPU)
@@ -35,7 +35,7 @@ def test_weights_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         require_fit("big", SPEC, ONE, BuiltinInstance(), CPU)
 
 
-def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kv_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 16.0)
     many = KvSizes(LAYOUT, 200)
     with pytest.raises(ConfigError, match=r"200 KV blocks of 64 tokens take 1\.6 GiB.* most 133"):
@@ -45,7 +45,7 @@ def test_kv_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # The OS reserves pages of CPU memory at their first write.
 
 
-def test_what_fits_is_reported(
+def test_memory_of_a_model_that_fits_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_free(monkeypatch, 20.0)

@@ -95,7 +95,7 @@ def test_slots_in_addition_to_a_configured_number_of_blocks() -> None:
     assert memory_of("gemma-3-27b", num_window_slots=50).with_blocks(1000).num_slots == 50
 
 
-def test_slots_that_the_model_cannot_use() -> None:
+def test_numbers_of_slots_that_the_model_cannot_use_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_window_slots` is 9, but no context of this model"):
         memory_of("llama-3.1-8b", num_window_slots=9)
     with pytest.raises(ConfigError, match=r"num_window_slots` is 9, but the model needs .* 21"):

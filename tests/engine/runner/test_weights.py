@@ -73,7 +73,7 @@ def test_quantised_matrices_are_kept_by_auto(found: Mapping[str, Any]) -> None:
         (AWQ | {"group_size": 24}, (9, 0), True, "their format has groups of 24 inputs"),
     ],
 )
-def test_a_device_without_kernels_converts_them(
+def test_a_device_without_kernels_converts_quantised_matrices(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     found: Mapping[str, Any],

@@ -58,7 +58,7 @@ def test_slots_that_are_read_are_not_evicted():
     assert evict(pool) == b"a"
 
 
-def test_a_slot_discarded_while_it_is_read_is_blank_afterwards():
+def test_a_slot_that_is_discarded_during_a_read_is_blank_afterwards():
     pool = HostPool(1)
     put(pool, b"a")
     pool.pin(0)

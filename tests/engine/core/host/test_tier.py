@@ -233,7 +233,7 @@ def test_two_jobs_wait_for_the_same_load():
     assert [a.response.usage.cached_tokens for a in answers] == [8, 8]
 
 
-def test_both_tiers_hold_more_than_one_of_them():
+def test_both_tiers_together_hold_more_than_one_tier():
     """Full CPU memory holds the KV that the GPU is about to evict, not the KV that it keeps."""
     harness = Tiered(num_blocks=8, num_host_blocks=9)
     texts = ["a" * 16, "b" * 16, "c" * 16]

@@ -43,7 +43,7 @@ def make(steps: Stream) -> tuple[KVCache, CudaCopies]:
 
 
 @pytest.mark.parametrize("staged_blocks", [1, 2, 8])
-def test_blocks_go_out_and_come_back(
+def test_blocks_are_stored_and_loaded(
     steps: Stream, staged_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "_STAGED_BYTES", staged_blocks * LAYOUT.block_bytes)

@@ -31,7 +31,7 @@ def filled(layout: KVLayout, *, paged: bool) -> KVCache:
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whole_blocks_go_out_and_come_back(layout: KVLayout, paged: bool) -> None:
+def test_whole_blocks_are_stored_and_loaded(layout: KVLayout, paged: bool) -> None:
     cache = filled(layout, paged=paged)
     before = [tensor.clone() for tensor in cache.block_tensors]
     copies = PlainCopies(cache.block_tensors, 5)
@@ -91,7 +91,7 @@ def test_a_control_group_has_the_rest_of_its_memory_limit(
     assert available.available_memory() == 50
 
 
-def test_slots_are_divided_into_the_parts_of_a_block_also_if_there_are_none() -> None:
+def test_any_number_of_slots_is_split_into_the_tensors_of_a_block() -> None:
     parts = [torch.zeros((rows, 5, size), dtype=torch.uint8) for rows, size in ((4, 8), (2, 3))]
     for num_slots in (0, 3):
         held = HostMemory(parts, num_slots)
