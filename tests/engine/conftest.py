@@ -24,7 +24,7 @@ if importlib.util.find_spec("triton") is not None and not torch.cuda.is_availabl
         if name.startswith("parrot.engine.kernels.") and hasattr(module, "triton")
     ]
     if early and os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError(f"a test outside of tests/engine imports {early[0]}")
+        raise pytest.UsageError(f"a test outside tests/engine imports {early[0]}")
     os.environ["TRITON_INTERPRET"] = "1"
 
 

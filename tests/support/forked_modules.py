@@ -1,6 +1,6 @@
-"""Programs of ranks in processes that are forked from one which has imported torch.
+"""Programs of ranks in processes that are forked from one process with torch.
 
-An import of torch takes 1.5 s of CPU time."""
+The import of torch takes 1.5 s of CPU time."""
 
 import multiprocessing
 import os
@@ -19,7 +19,7 @@ _IMPORTED_WITH_TRITON = ["parrot.engine.runner.cuda", "tests.support.mapped_memo
 class ForkedModule:
     """A replacement of `subprocess.Popen` for `python -m MODULE ARGUMENTS`.
 
-    `pass_fds` are of sockets. The arguments that name them get the numbers in the process."""
+    `pass_fds` must be sockets. Arguments with their numbers get the numbers in the new process."""
 
     def __init__(
         self, command: Sequence[str], *, pass_fds: Sequence[int] = (), stdin: object = None

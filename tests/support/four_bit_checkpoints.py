@@ -37,7 +37,7 @@ class Rounded:
 
 
 def rounded(numbers: torch.Tensor, group: int, *, symmetric: bool) -> Rounded:
-    """The codes nearest to each number, with the range of each group."""
+    """Round each number to the nearest code, with a scale and a zero for each group."""
     parts = numbers.double().reshape(len(numbers), -1, group)
     if symmetric:
         scales = (parts.abs().amax(2) / 7.5).half()
@@ -118,9 +118,8 @@ FORMATS: dict[str, tuple[Callable[[str, Rounded], Tensors], dict[str, Any]]] = {
 def quantise_folder(
     folder: Path, out: Path, kind: str, group: int, *, symmetric: bool = False
 ) -> Tensors:
-    """Copy a model's folder with the matrices of its layers in four bits.
-
-    Returns the tensors of the same model in plain numbers."""
+    """Copy a model's folder and store the matrices of its layers in four bits. Returns the tensors
+    of the same model in plain numbers."""
     shutil.copytree(folder, out)
     packs, config = FORMATS[kind]
     numbers = load_file(folder / "model.safetensors")

@@ -22,7 +22,7 @@ _SUPER_BLOCKS = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
 
 
 def random_super_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np.ndarray[Any, Any]:
-    """The bytes [rows, bytes per row] of a matrix of random codes, with numbers of about 0.2."""
+    """A random matrix as bytes [rows, bytes per row]. Its numbers are about 0.2 in size."""
     if kind not in _SUPER_BLOCKS:
         numbers = np.random.default_rng(seed).normal(size=shape).astype(np.float32)
         return gguf.quantize(numbers, kind)

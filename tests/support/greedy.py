@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-_TIE = 2e-3  # Two logits this close may change their order by rounding in float32.
+_TIE = 2e-3  # Rounding in float32 may change the order of logits with a smaller difference.
 
 
 class Greedy:

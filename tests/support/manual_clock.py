@@ -1,4 +1,4 @@
-"""Time that tests move by hand."""
+"""A clock that tests control."""
 
 import asyncio
 
@@ -29,7 +29,7 @@ class ManualClock:
         self._now += seconds
 
     async def advance(self, seconds: float) -> None:
-        """Move time on by `seconds`, waking sleepers in order of their wake-up times."""
+        """Move the time by `seconds`, and wake sleepers in the order of their wake-up times."""
         end = self._now + seconds
         await self._settle()
         while (first := self._sleepers.top()) is not None and first[0] <= end:

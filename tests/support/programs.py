@@ -5,7 +5,8 @@ import shutil
 
 import pytest
 
-_FOLDERS = "/usr/local/sbin:/usr/sbin"  # Of servers. The PATH of a user may not contain them.
+# Folders of servers. The PATH of a user may not contain them.
+_FOLDERS = "/usr/local/sbin:/usr/sbin"
 
 
 def program(package: str, *names: str) -> str:

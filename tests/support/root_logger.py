@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def unchanged_root_logger() -> Iterator[None]:
-    """Restore the handlers and the level of the root logger at the end. A handler that stays would
-    write to the stderr of a test that has ended, and `logging` reports such failures on stderr."""
+    """Restore the handlers and the level of the root logger at the end. Otherwise a handler would
+    write to the closed stderr of a finished test, and `logging` would report the failure on
+    stderr."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     try:

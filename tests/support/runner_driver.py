@@ -51,7 +51,7 @@ class Driver:
         return Context(self._next_id, list(tokens))
 
     def fork(self, parent: Context, length: int) -> Context:
-        """Share the full blocks of the parent's first `length` tokens, copy the rest."""
+        """Share the full blocks of the parent's first `length` tokens, and copy the rest."""
         size = self.runner.info.block_size
         full, rest = divmod(length, size)
         child = self.context(parent.tokens[:length])

@@ -110,7 +110,7 @@ def test_lengths_around_a_block(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("scale", [0.0, 30.0])
 def test_equal_and_extreme_scores(scale: float) -> None:
-    """Scores of +-1000, and a prefix that outweighs everything else by far."""
+    """Scores of +-1000, and a prefix with almost all of the weight."""
     shape = AttentionShape(2, 1, 8, BLOCK)
     requests = [Request((PREFIX,), 3), Request((PREFIX,), 3, 4), Request((PREFIX,), 0)]
     case = make_case(requests, shape, dtype=torch.float32, key_scale=scale)

@@ -23,7 +23,7 @@ def bench() -> bench_drafts.Bench:
 
 
 def pairs(count: int) -> list[EditPair]:
-    """Texts of few words, so that the same three words often follow each other."""
+    """Texts with few words, so that the same three words often follow each other."""
     numbers = random.Random(7)
     words = [f"{numbers.randrange(1000)}{letter}" for letter in "abcdefghijklm"]
     found = []

@@ -30,7 +30,7 @@ def run(engine: Harness) -> int:
         engine.core.wait_until_due()
         if not engine.step():
             return len(engine.runner.plans)
-    raise AssertionError("no end")
+    raise AssertionError("the requests did not finish")
 
 
 @pytest.mark.parametrize("kind", [Harness, Overlapping])

@@ -67,7 +67,7 @@ def test_the_cpu_searches_during_steps_only_while_it_is_idle():
             output.append_next()
         return found
 
-    assert num_looked_at() == 25  # In a step of 100 ms, before the idle time is known.
+    assert num_looked_at() == 25  # The step takes 100 ms, and the idle time is not known yet.
     for _ in range(30):
         drafter.record_wait(0.0, has_prompts=False)
         drafter.record_wait(0.1, has_prompts=True)
@@ -86,7 +86,7 @@ def test_new_outputs_start_with_the_acceptance_of_earlier_ones():
         drafter.search([first.drafts])
         first.append_next()
     assert drafter.acceptance.rate(3) > before
-    assert Output(drafter).drafts.candidate().length == 0  # It was not searched.
+    assert Output(drafter).drafts.candidate().length == 0  # The output was not searched.
     second = Output(drafter)
     drafter.search([second.drafts])
     assert second.drafts.candidate().rate > before

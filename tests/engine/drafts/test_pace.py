@@ -54,7 +54,7 @@ def test_the_measured_cost_of_a_size_is_used():
 def test_steps_without_drafts_update_plain_s():
     known = costs()
     for _ in range(100):
-        known.record_step(9e-3, 4, 0, 100)  # The prompt takes 2 ms of it.
+        known.record_step(9e-3, 4, 0, 100)  # The prompt takes 2 of these 9 ms.
     assert known.plain_s == pytest.approx(7e-3, rel=0.01)
 
 

@@ -122,7 +122,7 @@ def _suite_outcome(constraint: Any, test: Json, name: str) -> str:
     ids = TOKENIZER.encode(json.dumps(test["data"], ensure_ascii=False)).ids
     matcher = constraint._matcher.deep_copy()
     fits = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-    assert test["valid"] or not fits, f"{name}: {test} fits"
+    assert test["valid"] or not fits, f"{name}: the grammar accepts {test}"
     return "values as expected" if fits == test["valid"] else "values that are never written"
 
 

@@ -26,7 +26,7 @@ NUM_BLOCKS, NUM_SLOTS, BLOCK_SIZE = 7, 6, 2
 LAYOUT = KVLayout((LayerGroup((0,), 1, 4),), BLOCK_SIZE, torch.float32)
 
 Contents = dict[int, float]
-"""By block."""
+"""The number in each block or slot."""
 
 
 class DelayedUnit(Unit):
