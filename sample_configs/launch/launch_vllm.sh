@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# ServeCore and an engine that is a vLLM server, started before: vllm serve Qwen/Qwen3-8B
+# ServeCore and an engine that uses a running vLLM server: vllm serve Qwen/Qwen3-8B
 #
 #     bash sample_configs/launch/launch_vllm.sh [--log_dir DIR]
 set -euo pipefail
