@@ -18,8 +18,9 @@ from tests.support.examples import NIGHTLY
 from tests.support.postgres import Server, running_server
 from tests.support.warm_servers import WarmServers
 
-# Each run takes the same examples, so that a failure comes from the change. Long runs take others.
-# Examples have no deadline, because their time depends on the machine more than on the code.
+# Each run uses the same examples, so that new failures come from code changes. Long runs use
+# others. Examples have no deadline, because their time depends on the machine more than on the
+# code.
 hypothesis.settings.register_profile("parrot", deadline=None, derandomize=True)
 hypothesis.settings.register_profile(NIGHTLY, deadline=None)
 hypothesis.settings.load_profile("parrot")
@@ -42,14 +43,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--refuse-skips",
         action="store_true",
-        help="fail if a test is skipped for want of something that installing Parrot brings",
+        help="fail if a test is skipped for lack of something that Parrot's installation includes",
     )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """pytest-rerunfailures asks the first process at each test, byte by byte, whether the test has
-    ended a worker before. Here a test that ends its worker fails at once."""
+    """Disable the crash detection of pytest-rerunfailures, which sends slow requests to the main
+    process for each test. A test that ends its worker fails at once."""
     if hasattr(config, "workerinput") and hasattr(config, "failures_db"):
         config.failures_db.sock.close()
         config.failures_db = pytest_rerunfailures.StatusDB()
@@ -57,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A state folder for servers of tests, so that they do not use the one of this user."""
+    """A state folder for servers of tests, so that they do not use that of the user."""
     folder = tmp_path_factory.mktemp("state")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(folder))
@@ -66,7 +67,7 @@ def state_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def warm_servers() -> Iterator[WarmServers]:
-    """Servers of `Cluster`s are forked from one process of this run."""
+    """Fork the servers of `Cluster`s from one process of this run."""
     servers = WarmServers()
     with pytest.MonkeyPatch.context() as patch:
         instead = servers.instead_of_subprocess()
@@ -77,8 +78,8 @@ def warm_servers() -> Iterator[WarmServers]:
 
 @pytest.fixture(autouse=True, scope="session")
 def frozen_objects() -> Iterator[None]:
-    """Collectors of servers in this process leave the objects that `pytest_collection` has frozen.
-    To visit all objects of a worker takes 0.4 s, and a collector does so whenever it starts."""
+    """Keep objects frozen that `pytest_collection` has frozen, when a server in this process starts
+    its garbage collector. A collection of all objects of a worker would take 0.4 s."""
     leaving = SimpleNamespace(**vars(gc) | {"unfreeze": lambda: None})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("parrot.utils.collector.gc", leaving)
@@ -103,8 +104,8 @@ def postgres() -> Iterator[Server]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect the tests without garbage collections, which would take two fifths of the time and
-    find nothing. Later collections skip all objects that exist now."""
+    """Collect the tests without garbage collections, which would take 40% of the time and find
+    nothing. Later collections skip all objects that exist now."""
     gc.disable()
     try:
         return (yield)
@@ -114,7 +115,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests, visibly, where there is no CUDA device. Torch is imported only if asked."""
+    """Skip `gpu` tests if there is no CUDA device. Imports torch only if there are such tests."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not gpu_items:
         return
@@ -125,8 +126,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """Loading a model gives torch all cores, for the rest of the process. Several processes with
-    that many threads each would mostly wait for each other, which takes CPU time."""
+    """Limit the threads of torch, because loading a model sets them to the number of cores. Several
+    test processes with that many threads would compete for the cores."""
     threads = os.environ.get("OMP_NUM_THREADS")
     if threads and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(int(threads))

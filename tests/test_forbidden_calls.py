@@ -1,5 +1,5 @@
-"""No code of Parrot may run, or unpack, what came from outside. Read on the syntax tree, so that
-`model.eval()` is fine and `from pickle import loads as x` is not."""
+"""Parrot must not execute or unpickle external data. The test checks the syntax tree, so it accepts
+`model.eval()` and finds `from pickle import loads as x`."""
 
 import ast
 from collections.abc import Iterator
@@ -20,14 +20,14 @@ FUNCTIONS = {
 }
 TRUE_KEYWORDS = {"shell", "allow_pickle", "trust_remote_code"}
 
-# (module, what is found there): why it is safe.
+# (module, forbidden name): why it is safe.
 ALLOWED: dict[tuple[str, str], str] = {
     ("parrot/frontend/pfunc/annotations.py", "eval"): "a program's own postponed annotations",
 }
 
 
 def find_forbidden(source: str) -> Iterator[tuple[int, str]]:
-    """(line, what) of every forbidden import, call or reference."""
+    """Yield the line and name of every forbidden import, call or reference."""
     tree = parsed(source)
     names = _imported_names(tree)
     for node in walk(tree):
@@ -50,7 +50,8 @@ def find_forbidden(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _may_trust(node: ast.Call) -> bool:
-    """It loads something of transformers', which asks at a terminal unless it is told not to."""
+    """Whether the call loads a transformers model without `trust_remote_code`. Transformers may
+    then ask the user at a terminal whether to run code of the model."""
     is_load = isinstance(node.func, ast.Attribute) and node.func.attr == "from_pretrained"
     return is_load and "trust_remote_code" not in {keyword.arg for keyword in node.keywords}
 
@@ -66,7 +67,7 @@ def _modules(node: ast.Import | ast.ImportFrom) -> list[str]:
 
 
 def _imported_names(tree: ast.AST) -> dict[str, str]:
-    """What local names stand for: {"np": "numpy", "load": "torch.load"}."""
+    """Return the full names of imported names: {"np": "numpy", "load": "torch.load"}."""
     names = {}
     for node in statements(tree):
         if isinstance(node, ast.Import):

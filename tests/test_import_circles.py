@@ -1,4 +1,4 @@
-"""No files of the package import each other in a circle, in whatever place the imports stand."""
+"""The files of the package have no import cycles, including imports in functions."""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -15,8 +15,8 @@ def module_name(path: Path, root: Path) -> str:
 
 
 def imports(source: str, files: set[str]) -> set[str]:
-    """The files of the package that a file imports: in functions and for type checkers, too. A name
-    that is a submodule stands for that file, and not for the package's `__init__`."""
+    """Return the files of the package that a file imports, including imports in functions and for
+    type checkers. The name of a submodule means its file, not the `__init__` of the package."""
     found: set[str] = set()
     for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
@@ -29,7 +29,7 @@ def imports(source: str, files: set[str]) -> set[str]:
 
 
 def circle(sources: dict[str, str]) -> list[str]:
-    """The files of one circle; empty if there is none."""
+    """Return the files of one cycle, or an empty list."""
     files = set(sources)
     sorter = TopologicalSorter({n: imports(text, files) - {n} for n, text in sources.items()})
     try:

@@ -1,4 +1,4 @@
-"""Docs, messages and code use plain English: a short list of constructions is banned from them.
+"""Docs, messages and code use plain English: they contain none of the banned constructions.
 
 CONTRIBUTING.md has the rules of writing. In code the test reads comments and all strings: errors,
 help texts, descriptions of config keys, log lines, docstrings."""
@@ -26,25 +26,25 @@ BANNED = re.compile(
 
 
 def prose(page: Path) -> str:
-    """The page without blocks of code and without quotations."""
+    """Return the page without code blocks and quotations."""
     text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     return re.sub(r'"[^"\n]*"|`[^`\n]*`', "", text)
 
 
 def written(file: Path) -> Iterator[str]:
-    """The strings and comments of a module, without the code that docstrings quote."""
+    """Yield the strings and comments of a module, without code in backquotes."""
     source = file.read_text()
     for node in walk(parsed(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield re.sub(r"`[^`\n]*`", "", node.value)
     if not any(BANNED.search(line) for line in re.findall("#.*", source)):
-        return  # Comments are a part of these. To tell them from strings takes longer.
+        return  # These lines include all comments. The tokenizer would be slower.
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
 
-def test_the_list_finds_what_it_bans() -> None:
+def test_the_list_finds_banned_constructions() -> None:
     assert BANNED.search("Whoever reads it waits.")
     assert not BANNED.search("Readers block until the value is set.")
 

@@ -1,9 +1,9 @@
-"""Alarms for what a reader cannot hold in a head: very long files, classes and functions,
-constructors that take too much, one name for two classes, and how much of the package a part needs.
+"""Limits on the size of code: of files, classes, functions, constructors and dependencies of a
+module. Public class names are unique.
 
-They are wide on purpose. Where one rings, improve the design, or record the exception in
-`structure.toml` with its reason; never cut a thing in two only to silence it. What a call passes on
-its way is bounded by tests/journey."""
+The limits are generous. When one is exceeded, improve the design, or record an exception with its
+reason in `structure.toml`. Do not split code only to pass this test. tests/journey limits the
+length of the request path."""
 
 import ast
 import re
@@ -24,9 +24,9 @@ LIMITS = tomllib.loads(Path(__file__).with_name("structure.toml").read_text())
 
 MAX_FILE_LINES = 800
 MAX_CLASS_LINES = 450
-MAX_FUNCTION_LINES = 60  # but for kernels, which cannot be cut
+MAX_FUNCTION_LINES = 60  # Except kernels, which cannot be split.
 MAX_CONSTRUCTOR_PARAMETERS = 7
-ODD_BEGINNING = re.compile(r"(Of|That|So|What|Whoever)\b|None:")  # no sentence, but a part of one
+ODD_BEGINNING = re.compile(r"(Of|That|So|What|Whoever)\b|None:")  # not a sentence
 
 
 def length(node: ast.stmt) -> int:
@@ -34,7 +34,7 @@ def length(node: ast.stmt) -> int:
 
 
 def alarms(name: str, source: str) -> Iterator[str]:
-    """What is too long or takes too much in one file, as `file: what`."""
+    """Yield the exceeded limits of one file as `file: what`."""
     tree = parsed(source)
     if (lines := len(source.splitlines())) > MAX_FILE_LINES:
         yield f"{name}: {lines} lines"
@@ -50,8 +50,9 @@ def alarms(name: str, source: str) -> Iterator[str]:
 
 
 def constructor_excesses(node: ast.ClassDef) -> Iterator[str]:
-    """`**` parameters of `__init__` count as too many, since they hide how many there are. So do
-    the fields that a mutable dataclass takes, but not those of a frozen one, which is a value."""
+    """Yield a class whose constructor has too many parameters. `**` in `__init__` is also reported,
+    since it hides their number. Fields of a mutable dataclass count. Fields of a frozen dataclass
+    do not, because it is a value."""
     decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
     if any("dataclass" in text and "frozen=True" not in text for text in decorators):
         fields = [
@@ -74,7 +75,8 @@ def constructor_excesses(node: ast.ClassDef) -> Iterator[str]:
 
 
 def without_numbers(alarm: str) -> str:
-    """What an exception says: neither the number, nor the file, but where that is too long."""
+    """Return the alarm in the form of `structure.toml`: without the number, and without the file
+    unless the file is too long."""
     file, _, what = re.sub(r"\d+ ", "", alarm).partition(": ")
     return file if what == "lines" else what
 
@@ -106,7 +108,7 @@ def test_alarms() -> None:
         ),
     ],
 )
-def test_an_excess_is_found(source: str, alarm: str) -> None:
+def test_exceeded_limits_are_found(source: str, alarm: str) -> None:
     assert list(alarms("x.py", source)) == [alarm]
     assert not list(alarms("x.py", "x = 1\n"))
 
@@ -120,7 +122,7 @@ def test_an_excess_is_found(source: str, alarm: str) -> None:
         + "".join(f"    x{i}: int = field(init=False)\n" for i in range(8)),
     ],
 )
-def test_what_is_within_the_limits_is_not_found(source: str) -> None:
+def test_code_within_the_limits_has_no_alarm(source: str) -> None:
     assert not list(alarms("x.py", source))
 
 
@@ -129,8 +131,8 @@ def test_lines_of_code_are_counted_without_explanations() -> None:
     assert num_code_lines(source) == 2
 
 
-def test_no_public_class_name_stands_twice() -> None:
-    """But for those that PFunc exports, which programs know."""
+def test_public_class_names_are_unique() -> None:
+    """Except for the names that PFunc exports, because programs use them."""
     files = defaultdict(list)
     for path in PACKAGE_FILES:
         for node in parsed(path.read_text()).body:
@@ -145,13 +147,13 @@ def test_no_public_class_name_stands_twice() -> None:
 
 
 @pytest.mark.parametrize("part", LIMITS["closures"])
-def test_how_much_a_part_needs_to_be_understood(part: str) -> None:
-    """Comments and docstrings do not count: a part with more explanations is no larger."""
+def test_modules_have_few_dependencies(part: str) -> None:
+    """Comments and docstrings do not count, so that explanations are free."""
     assert closure_lines(part) <= LIMITS["closures"][part]
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Constant]:
-    """Those of modules, classes, functions, and of what is assigned in them."""
+    """Yield the docstrings of modules, classes, functions and assignments."""
     for node in statements(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in node.body:
@@ -166,7 +168,7 @@ def odd_docstrings(source: str) -> Iterator[str]:
             yield f"{text.lineno}: {str(text.value).partition(chr(10))[0]}"
 
 
-def test_docstrings_begin_as_sentences_do() -> None:
+def test_docstrings_begin_like_sentences() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{odd}"
         for path in PACKAGE_FILES

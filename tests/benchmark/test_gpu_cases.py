@@ -1,4 +1,4 @@
-"""The floors of `bench_gpu`, which need no GPU."""
+"""The minimum times of `bench_gpu` can be computed without a GPU."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def test_each_case_has_a_floor(model: str) -> None:
 
 
 def test_layers_with_windows_read_the_keys_inside() -> None:
-    """Of Gemma 3 27B, 10 of 62 layers read all keys, and 52 read 1,024 keys."""
+    """In Gemma 3 27B, 10 of 62 layers read all keys, and 52 layers read 1,024 keys."""
     shape = Shape.of("gemma-3-27b")
     assert shape.window == 1024
     assert shape.window_bytes * 10 == shape.token_bytes * 52

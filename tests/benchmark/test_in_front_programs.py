@@ -1,4 +1,4 @@
-"""The clients in front of a server do the same work."""
+"""All compared clients send the same requests to the server."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ WORKLOADS = [
 async def sent(
     fake: FakeOpenAI, workload: Workload, program: Program
 ) -> tuple[list[tuple[Any, ...]], int]:
-    """The fields of the program's requests, and its number of completed calls."""
+    """Return the fields of the program's requests, and its number of completed calls."""
     fake.bodies.clear()
     await program.prepare()
     (job,) = workload.plan(TextSource(COMMON_WORDS), 0).jobs[:1]

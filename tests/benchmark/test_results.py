@@ -1,4 +1,4 @@
-"""Result files say where their figures come from, and the commands that they name exist."""
+"""Result files record the origin of their figures, and the commands that they name exist."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ HISTORY_OF = json.loads(HISTORY.read_text())
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_result_file_says_what_is_known_of_its_origin(name):
+def test_a_result_file_records_its_origin(name):
     provenance = load(name)["provenance"]
     if "source" in provenance:
         return
@@ -29,7 +29,7 @@ def test_a_result_file_says_what_is_known_of_its_origin(name):
         assert "dirty" in provenance
 
 
-def test_the_history_is_of_files_that_do_not_tell_it_themselves():
+def test_the_history_has_only_files_without_an_origin():
     old = [name for name in names() if "provenance" not in json.loads(results_text(name))]
     assert sorted(HISTORY_OF) == old
 
@@ -65,7 +65,7 @@ def benchmark_module(measure) -> ModuleType:
     return module
 
 
-def test_a_benchmark_that_fails_keeps_what_it_measured(tmp_path):
+def test_a_benchmark_that_fails_keeps_its_results(tmp_path):
     def measure(args, report):
         report.uses("size", args.size)
         report.add("rows", {"step": 1})

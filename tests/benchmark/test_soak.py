@@ -1,5 +1,6 @@
-"""A short soak: counts instead of memory (`python -m benchmark.soak.soak_sessions` is the long
-one)."""
+"""A short soak test that counts objects instead of memory.
+
+`python -m benchmark.soak.soak_sessions` is the long test."""
 
 import re
 from collections import Counter
@@ -11,15 +12,15 @@ from benchmark.soak.tables import grown, table_sizes
 
 
 def tables_of_programs() -> Counter[str]:
-    """Without histograms, of which each has some numbers from its first use on, and without the log
-    of the last events."""
+    """Return the sizes of all tables without histograms and the event log, which keep some entries
+    after their first use."""
     others = re.compile(r"Histogram|^utils\.metrics|^gateway\.page\.event_log\.")
     found = table_sizes()
     return Counter({name: n for name, n in found.items() if not others.search(name)})
 
 
 async def test_nothing_is_left_of_programs(tmp_path: Path) -> None:
-    """`run` waits until sessions, contexts, blocks and timers are none."""
+    """`run` waits until there are no sessions, contexts, used blocks and timers."""
     async with opened(16, 80, tmp_path / "journal.db") as service:
         await service.run(160)
         tables, num_bytes = tables_of_programs(), service.journal_bytes()

@@ -1,4 +1,4 @@
-"""Pages show what the result files say, and README claims nothing else."""
+"""Pages and README show exactly the figures of the result files."""
 
 import re
 
@@ -10,7 +10,7 @@ from benchmark.tables.markdown import digits, filled, spread, table
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_a_page_shows_what_the_result_files_say(page):
+def test_a_page_shows_the_figures_of_the_result_files(page):
     text = page.read_text()
     assert filled(text, TABLES) == text, "run: python -m benchmark.tables"
 
@@ -29,7 +29,7 @@ def test_each_table_of_figures_names_its_files():
     tables = dict(re.findall(r"<!-- table: (\w+) -->\n(.*?)<!-- end -->", text, re.DOTALL))
     for name, content in tables.items():
         files = re.findall(r"\(\.\./benchmark/results/(\S+?\.json)\)", content)
-        assert (files != []) == (name != "won"), name  # README has the links of that one
+        assert (files != []) == (name != "won"), name  # README has the links of this table
         assert set(files) <= set(names())
 
 
@@ -44,7 +44,7 @@ def test_the_measured_figures_of_readme_are_generated():
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: path.name)
 def test_a_docs_page_has_no_results_but_generated_ones(page):
-    """Tables of figures belong to benchmark/results; those of docs/ define things."""
+    """Tables of figures belong to benchmark/results. Tables in docs/ define things."""
     text = re.sub(
         r"<!-- (table|fields|shapes).*?<!-- end -->", "", page.read_text(), flags=re.DOTALL
     )
@@ -71,7 +71,7 @@ def test_numbers_keep_three_digits():
     assert table(["a", "b"], [[1, None]]) == "| a | b |\n| --- | --- |\n| 1 |  |\n"
 
 
-def test_filling_renews_what_is_between_the_markers_and_nothing_else():
+def test_filling_replaces_only_text_between_the_markers():
     page = "a\n<!-- table: t x -->\nold\n<!-- end -->\nb\n"
     once = filled(page, {"t": lambda name: f"new {name}\n"})
     assert once == "a\n<!-- table: t x -->\nnew x\n<!-- end -->\nb\n"

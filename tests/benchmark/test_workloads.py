@@ -1,4 +1,4 @@
-"""Every workload, small, on virtual time: the same programs and tokens in both styles."""
+"""Every workload runs the same programs and tokens in both styles. Small sizes, virtual time."""
 
 import asyncio
 import json
@@ -76,7 +76,7 @@ def test_both_styles_run_the_same_calls_to_their_end(name):
         assert run.errors == []
         figures = summarise(run)
         assert figures["jct_s"]
-        if name != "best_of_n":  # which candidates win is a matter of time
+        if name != "best_of_n":  # which candidates win depends on timing
             assert figures["tokens"]["calls_done"] == figures["tokens"]["calls"]
             assert figures["tokens"]["prompt"] == figures["tokens"]["prompt_planned"]
         tokens.append({k: figures["tokens"][k] for k in ("calls", "prompt_planned", "unique")})
@@ -123,7 +123,7 @@ def test_multi_agent_has_the_recorded_prompts():
     asyncio.run(plan.jobs[0].run(recorder))
     assert len(recorder.prompts) == len(recorded)
     differences = [abs(a - b) for a, b in zip(recorder.prompts, recorded, strict=True)]
-    assert max(differences) < 150  # a file's own review, where the recording had another length
+    assert max(differences) < 150  # reviews of files whose recordings had other lengths
     assert sum(recorder.prompts) == pytest.approx(sum(recorded), rel=0.01)
 
 
@@ -132,14 +132,14 @@ def test_256_is_the_usual_load():
     assert [sum(column) for column in zip(*lengths, strict=True)] == [142_827, 133_966]
 
 
-def test_bystanders_are_measured_alone_and_beside_the_application():
+def test_bystanders_are_measured_alone_and_with_the_application():
     others = Bystanders(TEXT, rate=20.0, alone_s=1.0, factor=0.1)
     run = measure("map_reduce", whole_graph=True, factor=0.5, bystanders=others)
     figures = summarise(run)["bystanders"]
     assert figures["during"]["tpot_s"]["p99"] >= figures["alone"]["tpot_s"]["p50"] > 0
 
 
-def test_what_is_unfinished_at_the_time_limit_is_an_error():
+def test_unfinished_calls_at_the_time_limit_are_errors():
     run = measure("chain", whole_graph=True, time_limit_s=0.01)
     assert run.timed_out
     assert summarise(run)["num_errors"] == 1

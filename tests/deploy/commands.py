@@ -1,5 +1,5 @@
-"""Commands of deployments, run on this machine: their paths lead into a folder of the test, and
-their ports are free ones."""
+"""Run the commands of deployments on this machine, with paths in a temporary folder and free
+ports."""
 
 import os
 import signal
@@ -20,11 +20,11 @@ SIM = {
     "PARROT_ENGINE__SERVE_CORE__HOST": "127.0.0.1",
     "PARROT_ENGINE__HEARTBEAT_INTERVAL": "0.2",
 }
-"""In the place of a model on a GPU, and of names that a cluster's DNS has."""
+"""Settings that replace the GPU model and the host names of a real cluster."""
 
 
 def environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's, without what it says of Parrot, and with `own`."""
+    """Return the environment of this process without `PARROT_` variables, plus `own`."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("PARROT_")}
     return {**kept, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **own}
 
@@ -33,7 +33,7 @@ def environment(own: Mapping[str, str]) -> dict[str, str]:
 def running(
     command: Sequence[str], env: Mapping[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ends by SIGTERM, with status 0, when this does."""
+    """Run a process. At the end, sends SIGTERM and checks that the exit status is 0."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment(env), stdout=output, stderr=output, start_new_session=True
@@ -49,7 +49,7 @@ def running(
 
 
 def wait_for(port: int, path: str, log: Path) -> None:
-    """Until it answers with 200."""
+    """Wait until the server answers with 200."""
     deadline = time.monotonic() + 60
     while (answer := ask("127.0.0.1", port, path)) is None or answer[0] != 200:
         assert time.monotonic() < deadline, log.read_text()

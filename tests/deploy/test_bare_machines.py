@@ -1,4 +1,4 @@
-"""The units of systemd and the script of Slurm: what they run does run."""
+"""The commands of the systemd units and of the Slurm script work."""
 
 import os
 import re
@@ -17,7 +17,7 @@ TOKEN = "secret-of-the-cluster"
 
 
 def unit(name: str, instance: str = "") -> dict[str, list[str]]:
-    """The settings of a unit's service, with its specifiers in place."""
+    """Return the service settings of a unit, with its specifiers replaced."""
     text = (DEPLOY / "systemd" / name).read_text().partition("[Service]")[2]
     text = text.replace("%i", instance).replace("%H", socket.gethostname())
     settings: dict[str, list[str]] = {}
@@ -29,7 +29,7 @@ def unit(name: str, instance: str = "") -> dict[str, list[str]]:
 
 
 def command_of(settings: dict[str, list[str]], folder: Path) -> list[str]:
-    """As systemd takes the line apart, with its files in `folder`."""
+    """Parse the command line like systemd, and replace its paths by paths in `folder`."""
     (line,) = settings["ExecStart"]
     line = line.replace("/opt/parrot/bin/parrot", shlex.join(PARROT))
     return shlex.split(line.replace("$$", "$").replace("/etc/parrot", str(folder)))
@@ -61,8 +61,8 @@ def test_the_units_run_servecore_and_an_engine(tmp_path: Path) -> None:
     assert f"{socket.gethostname()}-{gpu} is ready on 127.0.0.1:{engine_port}" in log
 
 
-def test_the_units_start_again_however_long_what_they_need_is_away() -> None:
-    """By default systemd gives up after five starts in ten seconds."""
+def test_the_units_restart_without_a_limit() -> None:
+    """By default, systemd gives up after 5 starts within 10 s."""
     for name in ("parrot-core.service", "parrot-engine@.service"):
         text = (DEPLOY / "systemd" / name).read_text()
         assert "StartLimitIntervalSec=0\n" in text.partition("[Service]")[0]
@@ -86,7 +86,7 @@ vm.run(lambda: print("answered:", greet("the job").get()))
 
 
 def test_the_job_of_slurm_runs_a_program_and_ends_with_it(tmp_path: Path) -> None:
-    """On one node with two GPUs."""
+    """Run the job on one node with two GPUs."""
     script = DEPLOY / "slurm" / "parrot.sbatch"
     assert re.search(r"^#SBATCH --ntasks-per-node=1$", script.read_text(), re.MULTILINE)
     programs.program("hostname", "hostname")

@@ -1,4 +1,4 @@
-"""The images' recipe: linted, and of files that are there. No image is built here."""
+"""The Dockerfile passes the linter and names existing files. No image is built here."""
 
 import re
 import subprocess
@@ -16,12 +16,12 @@ DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
 
 
 def test_the_linter_finds_nothing() -> None:
-    linter = Path(sys.executable).with_name("hadolint")  # of the extra `dev`
+    linter = Path(sys.executable).with_name("hadolint")  # installed by the extra `dev`
     done = subprocess.run([linter, str(DOCKERFILE)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
 
 
-def test_the_recipe_names_what_is_there() -> None:
+def test_the_dockerfile_names_existing_files() -> None:
     text = DOCKERFILE.read_text()
     for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
         assert all((ROOT / name).exists() for name in line.split()), line
@@ -34,7 +34,7 @@ def test_the_recipe_names_what_is_there() -> None:
 
 
 def test_volumes_belong_to_the_user_of_the_servers() -> None:
-    """A new one has the owner of the image's folder in its place, and is root's without one."""
+    """A new volume gets the owner of the image's folder at its path, or root if there is none."""
     (made,) = re.findall(
         r"install -d -o parrot -g parrot ((?:.*\\\n)*.*)\n", DOCKERFILE.read_text()
     )
@@ -46,7 +46,7 @@ def test_volumes_belong_to_the_user_of_the_servers() -> None:
             assert place.is_relative_to("/var/lib") or str(place.parent) in made.split()
 
 
-def test_compose_sets_what_the_servers_know() -> None:
+def test_compose_sets_known_variables() -> None:
     services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
     given = {
         name: re.sub(r"\$\{\w+:\?[^}]*\}", "a-secret-of-the-test", text)

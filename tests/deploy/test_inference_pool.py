@@ -1,4 +1,4 @@
-"""The component for inference gateways: valid, and of the pods that there are."""
+"""The component for inference gateways is valid and selects existing pods."""
 
 import copy
 from typing import Any
@@ -11,11 +11,11 @@ from tests.deploy.test_kubernetes import FOLDER, container, labels_match, of_kin
 
 COMPONENT = FOLDER / "inference_pool"
 API, VERSION = "inference.networking.k8s.io/v1", "v1.6.0"
-"""Of the Gateway API inference extension, August 2026."""
+"""The schema version of the Gateway API inference extension (August 2026)."""
 
 
 def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
-    """An object without other keys, as `kubectl apply` of a strict server wants it."""
+    """Return the schema of an object without additional keys, as a strict server requires."""
     return {
         "type": "object",
         "properties": properties,
@@ -73,7 +73,7 @@ POOL = closed(
     "metadata",
     "spec",
 )
-"""What the API takes in this version, as its reference says; `status` is not ours to write."""
+"""The schema of the API in this version. `status` is omitted, because only servers write it."""
 
 
 def pool() -> dict[str, Any]:
@@ -90,7 +90,7 @@ def test_the_pool_is_valid() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("targetPortNumber", 9000),  # as it was before v1
+        ("targetPortNumber", 9000),  # the key before v1
         ("targetPorts", [{"number": 0}]),
         ("selector", {"app": "parrot-core"}),
         ("endpointPickerRef", {"name": "picker", "portNumber": 9002}),
@@ -103,7 +103,7 @@ def test_a_bad_pool_would_be_found(key: str, value: Any) -> None:
         jsonschema.validate(bad, POOL)
 
 
-def test_the_pool_is_of_servecores_alone() -> None:
+def test_the_pool_selects_only_servecores() -> None:
     spec, sets = pool()["spec"], of_kind("StatefulSet")
     chosen = [n for n, s in sets.items() if labels_match(spec["selector"]["matchLabels"], s)]
     assert chosen == ["parrot-core"]

@@ -1,4 +1,4 @@
-"""The manifests: valid, of one piece, and what they run does run."""
+"""The Kubernetes manifests are valid and consistent, and their commands work."""
 
 import copy
 import json
@@ -69,12 +69,12 @@ def test_a_bad_document_would_be_found() -> None:
         kubernetes_validate.validate(bad, VERSION, strict=True)
 
 
-def test_every_file_belongs_to_the_whole() -> None:
+def test_the_kustomization_lists_every_file() -> None:
     files = {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     assert files == {*yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]}
 
 
-def test_what_documents_name_is_there() -> None:
+def test_documents_reference_existing_objects() -> None:
     sets, services, maps = of_kind("StatefulSet"), of_kind("Service"), of_kind("ConfigMap")
     assert {*sets} == {*services} == {*maps}
     images = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["images"]
@@ -119,7 +119,7 @@ def test_engines_find_servecore_and_have_time_to_drain() -> None:
 
 
 def kustomized(folder: Path, overlay: Mapping[str, Any]) -> list[Document]:
-    """What kubectl builds from a kustomization of one's own beside the project's, in `folder`."""
+    """Return the documents that kubectl builds from an overlay of the project's manifests."""
     kubectl = program("kubernetes-client", "kubectl")
     shutil.copytree(FOLDER, folder / "kubernetes")
     (folder / "own").mkdir()
@@ -135,7 +135,7 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
     page = (ROOT / "docs" / "deployment.md").read_text()
     overlay = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])
     assert overlay["components"] == ["../kubernetes/autoscaled"]
-    assert overlay["namespace"] == "parrot"  # else what components bring has none
+    assert overlay["namespace"] == "parrot"  # otherwise documents of components have no namespace
     components = sorted(path.parent.name for path in FOLDER.glob("*/kustomization.yaml"))
     overlay["components"] = [f"../kubernetes/{name}" for name in components]
     overlay["namespace"] = "elsewhere"
@@ -148,14 +148,13 @@ def test_kustomize_builds_an_overlay_with_the_components(tmp_path: Path) -> None
         if document["kind"] != "Namespace":
             assert document["metadata"]["namespace"] == "elsewhere", document["metadata"]
     images = {c["image"] for d in built if d["kind"] == "StatefulSet" for c in [container(d)]}
-    assert not images & {*ENTRYPOINTS}  # all have a registry
+    assert not images & {*ENTRYPOINTS}  # all names have a registry
 
 
 def runnable(
     name: str, folder: Path, port: int, index: int = 0, among: list[Document] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command and the environment of the container in a workload's pod of this index, with its
-    files in `folder`."""
+    """Return the command and the environment of a pod's container, with its files in `folder`."""
     workload = of_kind("StatefulSet", among)[name]
     maps = of_kind("ConfigMap", among)
     own, config = container(workload), maps[name]["data"]
@@ -187,7 +186,7 @@ def runnable(
     return [*PARROT, ENTRYPOINTS[own["image"]], *args, "--port", str(port)], env
 
 
-def test_the_containers_commands_run_answer_their_probes_and_end(tmp_path: Path) -> None:
+def test_the_commands_of_containers_work(tmp_path: Path) -> None:
     (tmp_path / "keys.json").write_text(json.dumps({"keys": [{"id": "a", "sha256": "0" * 64}]}))
     core_port = free_port("127.0.0.1", set())
     engine_port = free_port("127.0.0.1", {core_port})

@@ -1,4 +1,4 @@
-"""The component of several ServeCores: valid, of one piece, and its pods are shards."""
+"""The component for several ServeCores is valid and consistent, and its pods run as shards."""
 
 import copy
 import hashlib
@@ -34,7 +34,7 @@ SERVE_CORE_HOST = "PARROT_ENGINE__SERVE_CORE__HOST"
 
 
 def patched(document: Document, operations: list[dict[str, Any]]) -> None:
-    """Apply a JSON patch of additions and replacements, whose paths must lead somewhere."""
+    """Apply a JSON patch of additions and replacements. All its paths must exist."""
     for operation in operations:
         *parents, last = operation["path"].lstrip("/").split("/")
         place: Any = document
@@ -58,7 +58,7 @@ def aims_at(target: dict[str, str], document: Document) -> bool:
 
 
 def sharded() -> list[Document]:
-    """What Kustomize makes of the whole with the component, but for names of images."""
+    """Return the manifests with the component, as Kustomize builds them, without image names."""
     return copy.deepcopy(_sharded())
 
 
@@ -111,7 +111,7 @@ def test_shards_reach_each_other() -> None:
     assert any(labels_match(labels, core) for labels in allowed)
 
 
-def test_kustomize_makes_the_same(tmp_path: Path) -> None:
+def test_kustomize_builds_the_same(tmp_path: Path) -> None:
     overlay = {"namespace": "own", "resources": ["../kubernetes"]}
     built = kustomized(tmp_path, overlay | {"components": ["../kubernetes/sharded"]})
     for kind in ("StatefulSet", "Service", "NetworkPolicy", "ConfigMap"):

@@ -1,4 +1,4 @@
-"""The HAProxy configurations of docs/reliability.md, with other addresses."""
+"""Run the HAProxy configurations of docs/reliability.md with other addresses."""
 
 import asyncio
 import re
@@ -17,7 +17,7 @@ async def haproxy_of(
 ) -> AsyncIterator[None]:
     """Run the configuration that defines `backend`, at `port`, until the block ends.
 
-    The keys of `addresses` are replaced by their values. Each key stands in the configuration once.
+    The keys of `addresses` are replaced by their values. Each key occurs once in the configuration.
     """
     haproxy = program("haproxy", "haproxy")
     page = (ROOT / "docs" / "reliability.md").read_text()

@@ -1,4 +1,4 @@
-"""A fake engine that writes what an output must be."""
+"""A fake engine whose outputs match the constraints of a request."""
 
 import json
 import re
@@ -9,11 +9,11 @@ from parrot.protocol.engine_api import GenerateRequest, GenerateResponse, Stream
 from parrot.protocol.sampling import SamplingConfig
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
-MATCHES = ("1843", "2026-11-22", "yes")  # what regular expressions of the pages allow
+MATCHES = ("1843", "2026-11-22", "yes")  # Outputs for the regular expressions on the pages.
 
 
 class ObedientEngine(FakeEngine):
-    """Counts its answers: of `choices` they take each in turn."""
+    """A fake engine that returns the `choices` of an output in turn."""
 
     num_choices = 0
 
@@ -27,7 +27,7 @@ class ObedientEngine(FakeEngine):
             yield event
 
     def constrained(self, config: SamplingConfig) -> str | None:
-        """None: anything will do."""
+        """Return a valid output, or None without constraints."""
         if config.choices:
             self.num_choices += 1
             return config.choices[(self.num_choices - 1) % len(config.choices)]
@@ -40,7 +40,7 @@ class ObedientEngine(FakeEngine):
 
 
 def instance(schema: dict[str, Any], definitions: dict[str, Any] | None = None) -> Any:
-    """The simplest value that the schema allows (of what the pages use)."""
+    """Return a simple valid value for a schema. Supports the keywords that the pages use."""
     known = definitions or schema.get("$defs", {})
     if "$ref" in schema:
         return instance(known[schema["$ref"].rpartition("/")[2]], known)

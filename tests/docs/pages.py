@@ -1,4 +1,4 @@
-"""The blocks of code in the documentation, and what their comments say about running them."""
+"""Find the code blocks of the documentation, and the comments that say how they are tested."""
 
 import re
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """`reason`: why no test runs it; `tested_in`: the test that does, if it has one of its own."""
+    """A code block. `reason` says why no test runs it. `tested_in` is its own test, if it has
+    one."""
 
     page: Path
     line: int
@@ -42,7 +43,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """All blocks that name a language, and `<!-- hidden` code, in order."""
+    """Return all blocks with a language, and `<!-- hidden` code, in order."""
     text = page.read_text("utf-8")
     found = []
     for match in _BLOCK.finditer(text):

@@ -22,9 +22,10 @@ from tests.support.programs import program
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 ADDRESS = "http://localhost:9000"
-# Python runs and JSON and TOML are read, unless they say why not; others say which test reads them.
+# Python blocks run, and JSON and TOML blocks are parsed, unless a comment says why not. Blocks in
+# other languages name their test in a comment.
 CHECKED = {"python", "bash", "json", "toml", "text"}
-# What the programs of a page may find beside them.
+# A file that the programs of a page may read.
 DOCUMENT = "Parrots are birds. They live in warm places.\n\nThey eat seeds, and some repeat words."
 
 
@@ -36,7 +37,7 @@ def runnable(language: str) -> list[Path]:
 async def test_the_programs_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In order, in one namespace, against a ServeCore whose engine writes what it must."""
+    """Run the blocks of a page in order and in one namespace, with an `ObedientEngine`."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "document.txt").write_text(DOCUMENT)
     monkeypatch.setattr("builtins.input", lambda *_: "")
@@ -48,7 +49,7 @@ async def test_the_programs_of_a_page_run(
 
 
 def run_page(blocks: list[Block], url: str, scope: dict[str, Any], folder: Path) -> None:
-    """All blocks in one thread: the event loop that a client leaves belongs to its thread."""
+    """Run all blocks in one thread, because the event loop of a client belongs to its thread."""
     try:
         for block in blocks:
             execute(block, url, scope, folder)
@@ -57,7 +58,7 @@ def run_page(blocks: list[Block], url: str, scope: dict[str, Any], folder: Path)
 
 
 def execute(block: Block, url: str, scope: dict[str, Any], folder: Path) -> None:
-    """From a file, where a native function finds its source."""
+    """Run a block from a file, because native functions need their source."""
     file = folder / f"{block.page.stem}_{block.line}.py"
     file.write_text(block.code.replace(ADDRESS, url))
     exec(compile(file.read_text(), str(file), "exec"), scope)
@@ -70,13 +71,13 @@ def tidy_up(scope: dict[str, Any]) -> None:
         elif type(value).__name__ in ("Anthropic", "OpenAI"):
             value.close()
         elif type(value).__name__ == "AsyncOpenAI":
-            loop = asyncio.get_event_loop()  # the one that `Runner.run_sync` made
+            loop = asyncio.get_event_loop()  # created by `Runner.run_sync`
             loop.run_until_complete(value.close())
             loop.close()
 
 
 async def test_the_rest_page_s_curl_lines_run() -> None:
-    """What an answer gave takes the place of what the page shows as an answer."""
+    """Ids in the answers on the page are replaced by those of the real answers."""
     program("curl", "curl")
     blocks = [b for b in BLOCKS if b.page.name == "rest.md" and b.language == "bash"]
     async with serve(CoreConfig(), obedient_engine()) as site:
@@ -97,7 +98,7 @@ async def test_the_rest_page_s_curl_lines_run() -> None:
 
 
 def _ids(answer: str) -> list[str]:
-    """What later requests name: a session, its key, and the variable of the last output."""
+    """Return the ids for later requests: the session, its key, and the last output variable."""
     numbers = re.findall(r'"session_id":(\d+)', answer)
     keys = re.findall(r'"session_auth":"([^"]+)"', answer)
     return [*numbers, *keys, *re.findall(r'"var_id":"([^"]+)"', answer)[-1:]]
@@ -116,7 +117,7 @@ def test_a_block_that_is_not_run_says_why(block: Block) -> None:
 
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language in ("json", "toml")], ids=str)
-def test_configurations_are_right(block: Block) -> None:
+def test_configurations_are_valid(block: Block) -> None:
     if block.language == "toml":
         tomllib.loads(block.code)
         return
@@ -127,7 +128,7 @@ def test_configurations_are_right(block: Block) -> None:
 
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "bash"], ids=str)
 def test_commands_of_parrot_exist(block: Block) -> None:
-    """Also in blocks that are not run: their verbs and options."""
+    """Check the subcommands and options, including those in blocks that are not run."""
     commands: Any = typer.main.get_command(app)
     code = block.code.replace("\\\n", " ")
     for line in re.findall(r"^(?:\.venv/bin/)?parrot (.*)$", code, re.MULTILINE):

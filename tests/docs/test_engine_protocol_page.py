@@ -1,4 +1,4 @@
-"""The examples of docs/internals/engine_protocol.md are what ServeCore and engines send."""
+"""The examples of docs/internals/engine_protocol.md match the real requests and answers."""
 
 import json
 import re
@@ -47,7 +47,7 @@ class Section(NamedTuple):
     text: str
 
     def example(self, name: str) -> tuple[str, str]:
-        """The language and the text of the block after `Request:` or `Response:`."""
+        """Return the language and the text of the block after `Request:` or `Response:`."""
         ((language, text),) = re.findall(
             rf"^{name}:\n\n```(\w+)\n(.*?)^```$", self.text, re.MULTILINE | re.DOTALL
         )
@@ -96,7 +96,8 @@ def test_examples_are_valid(section: Section) -> None:
 
 
 def check(name: str, example: Any) -> None:
-    """A peer ignores unknown fields, so a misspelled one shows only in what was read."""
+    """Check that all fields were parsed. Misspelled fields cause no error, because servers ignore
+    unknown fields."""
     model: type[BaseModel] = getattr(engine_api, name)
     read = model.model_validate(example)
     assert_covers(read.model_dump(mode="json", exclude_unset=True), example)

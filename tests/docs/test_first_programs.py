@@ -11,7 +11,7 @@ import pytest
 from parrot.cluster import Cluster
 from tests.docs.pages import ROOT, blocks_of
 
-# Words of the texts that the programs give to the model.
+# Words that a sensible answer contains.
 EXPECTED = {
     "README.md": [("library", "garden", "school"), ("milk", "cow", "mammal", "goat")],
     "index.md": [("bee", "pollen", "flower"), ("milk", "cow", "mammal", "goat")],

@@ -23,7 +23,7 @@ class Replaceable:
         await self.app(scope, receive, send)
 
 
-async def test_the_proxy_asks_who_serves(tmp_path: Path) -> None:
+async def test_the_proxy_uses_the_active_servecore(tmp_path: Path) -> None:
     serving, waiting = create_app(ServeCore(CoreConfig())), standby_app(CoreConfig())
     first, second = Replaceable(serving), Replaceable(waiting)
     async with serve_app(first) as a, serve_app(second) as b:
@@ -45,11 +45,11 @@ async def test_the_proxy_asks_who_serves(tmp_path: Path) -> None:
 
 
 async def begin_session(http: aiohttp.ClientSession) -> None:
-    """Return when the one that serves has been found."""
+    """Wait until HAProxy has found the active ServeCore."""
     async with asyncio.timeout(20):
         while True:
             async with http.post("/v1/session", json={}) as response:
                 if response.status == 200:
                     return
                 assert response.status == 503
-            await asyncio.sleep(0.05)  # HAProxy asks every second
+            await asyncio.sleep(0.05)  # HAProxy checks the servers every second

@@ -24,7 +24,7 @@ def test_the_commands_run_one_after_the_other(tmp_path: Path) -> None:
     assert ids == ["operator1", "prometheus"]
 
 
-def test_the_file_is_one(tmp_path: Path) -> None:
+def test_the_file_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "keys.yaml"
     file.write_text(BLOCKS["yaml"].code)
     file.chmod(0o600)

@@ -1,4 +1,5 @@
-"""docs/deployment.md: its nginx passes streams on at once, and hides internal routes."""
+"""docs/deployment.md: the nginx configuration does not buffer streams, and hides internal
+routes."""
 
 import asyncio
 import re
@@ -51,7 +52,7 @@ def free_port() -> int:
 
 @pytest_asyncio.fixture
 async def proxied(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
-    """A served core, and the address of the page's nginx in front of it."""
+    """A ServeCore, and the address of an nginx with the page's configuration in front of it."""
     nginx, openssl = program("nginx-light", "nginx"), program("openssl", "openssl")
     files = {"/etc/ssl/parrot.pem": tmp_path / "pem", "/etc/ssl/parrot.key": tmp_path / "key"}
     made = "req -x509 -newkey rsa:2048 -nodes -days 2 -batch -subj /CN=parrot.example.com"
@@ -84,7 +85,7 @@ async def proxied(tmp_path: Path) -> AsyncIterator[tuple[Site, str]]:
 
 
 async def answers(port: int) -> None:
-    """Wait until somebody listens there."""
+    """Wait until a server listens at the port."""
     async with asyncio.timeout(20):
         while True:
             try:
@@ -96,7 +97,7 @@ async def answers(port: int) -> None:
                 return
 
 
-async def test_streams_pass_as_they_come(proxied: tuple[Site, str]) -> None:
+async def test_streams_are_not_buffered(proxied: tuple[Site, str]) -> None:
     site, url = proxied
     site.engine.script = Script(text=lambda _: "one two three", hang_after=1)
     unverified = ssl._create_unverified_context()
@@ -112,7 +113,7 @@ async def test_streams_pass_as_they_come(proxied: tuple[Site, str]) -> None:
         assert response.status == 200
         async with asyncio.timeout(20):
             while b'"content":"one' not in await response.content.readline():
-                pass  # the engine waits, and its first piece is here
+                pass  # the first chunk has arrived, although the engine is waiting
         site.engine.resume.set()
         assert (await response.text()).rstrip().endswith("[DONE]")
 
@@ -127,7 +128,7 @@ async def test_programs_check_the_certificate(
         with P.VirtualMachine(url).running_scope():
             return count().get()
 
-    # The settings are kept for the process. Here they change with the environment.
+    # Clients cache TLS settings for the process. Reload them, because the environment has changed.
     monkeypatch.setattr(connections, "_system_tls", ssl.create_default_context)
     with pytest.raises(Unavailable, match="certificate"):
         await asyncio.to_thread(run)
@@ -135,7 +136,7 @@ async def test_programs_check_the_certificate(
     assert await asyncio.to_thread(run) == "one two three"
 
 
-async def test_what_is_for_inside_is_hidden(proxied: tuple[Site, str]) -> None:
+async def test_internal_routes_are_hidden(proxied: tuple[Site, str]) -> None:
     _, url = proxied
     connector = aiohttp.TCPConnector(ssl=ssl._create_unverified_context())
     async with aiohttp.ClientSession(connector=connector, headers={"Host": NAME}) as http:

@@ -1,4 +1,4 @@
-"""The generated pages are up to date, and the others name only what exists."""
+"""The generated pages are up to date. Other pages reference only existing files and modules."""
 
 import importlib.util
 import re
@@ -74,7 +74,7 @@ def test_every_error_type_is_documented() -> None:
             row = next(line for line in page.splitlines() if f"`{cls.type}`" in line)
             assert str(cls.status) in row, cls
     documented = set(re.findall(r"`([a-z_]+)`", page))
-    internal = {"parrot_error", "internal_error", "stale_core"}  # not told to programs
+    internal = {"parrot_error", "internal_error", "stale_core"}  # not sent to programs
     known = {
         cls.type
         for cls in vars(errors).values()
@@ -102,7 +102,7 @@ def test_pages_name_files_that_exist(page: Path) -> None:
 
 
 def module_exists(dotted: str) -> bool:
-    """A module, or a name that its parent's source has; nothing is imported."""
+    """Whether a module exists, or its parent's source contains the name. Imports nothing."""
     path, (parent, _, name) = ROOT / dotted.replace(".", "/"), dotted.rpartition(".")
     if path.is_dir() or path.with_suffix(".py").exists():
         return True

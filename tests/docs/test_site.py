@@ -1,4 +1,4 @@
-"""The documentation builds as a site: no broken link, no page left out, nothing from elsewhere."""
+"""The documentation builds as a site with all pages, without broken links and external files."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from playwright.async_api import async_playwright
 from tests.support.programs import chromium
 
 ROOT = Path(__file__).parents[2]
-# What a browser fetches by itself. `<a href>` is followed by people only.
+# Addresses that a browser fetches by itself. It follows `<a href>` only after a click.
 FETCHED = re.compile(
     r"<(?:script|img|iframe|source)\b[^>]*\bsrc=\"?(https?:)?//"
     r"|<link\b(?![^>]*rel=\"?(?:canonical|prev|next))[^>]*\bhref=\"?(https?:)?//"
@@ -42,14 +42,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_there(site: Path) -> None:
+def test_every_page_exists(site: Path) -> None:
     for page in (ROOT / "docs").rglob("*.md"):
         assert (site / page.relative_to(ROOT / "docs").with_suffix(".html")).exists(), page
     assert (site / "INSTALL.html").exists()
     assert (site / "benchmark" / "results" / "serve_calls.json").exists()
 
 
-def test_a_link_out_of_the_docs_leads_to_the_copy(site: Path) -> None:
+def test_a_link_out_of_the_docs_leads_to_the_repository(site: Path) -> None:
     page = (site / "internals" / "architecture.html").read_text()
     assert 'href="../benchmark/results/memory.html"' in page
     assert 'href="configuration.html"' in (site / "INSTALL.html").read_text()
@@ -78,7 +78,7 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
 
 
 async def test_search_works_from_a_folder(site: Path) -> None:
-    """In a browser, with the files alone."""
+    """Search in a browser without a server."""
     asked: list[str] = []
     errors: list[str] = []
     async with async_playwright() as playwright:

@@ -1,4 +1,4 @@
-"""A session over the REST client, for tests that look below the front end."""
+"""A session with the REST client, for tests that do not use the front end."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,8 +26,8 @@ class Program:
         output: str = "out",
         **options: Any,
     ) -> str:
-        """Submit a call with one output; returns the output's variable id. `inputs` are values,
-        `variables` ids. Each call runs, however often it is repeated, unless `reuse` is given."""
+        """Submit a call with one output, and return the id of the output. `inputs` are values;
+        `variables` are ids. Repeated calls run again unless `reuse` is given."""
         parameters = [CallParameter(name=k, value=v) for k, v in (inputs or {}).items()]
         parameters += [CallParameter(name=k, var_id=v) for k, v in (variables or {}).items()]
         sampling = SamplingConfig(temperature=0.0, max_gen_length=max_gen_length)

@@ -60,7 +60,7 @@ class Story(World):
         for _ in range(num_steps):
             await self.step()
             self.core.check_integrity()
-            if self.rng.random() < 0.5:  # else the next step comes in the same turn of the loop
+            if self.rng.random() < 0.5:  # otherwise the next step is in the same loop turn
                 await asyncio.sleep(self.rng.choice([0.0, 0.001, 0.006, 0.03, 0.2]))
                 self.core.check_integrity()
                 self.check_readers()
@@ -121,10 +121,10 @@ class Story(World):
     async def wait(self) -> None:
         await asyncio.sleep(self.rng.choice([0.5, 2.0, 12.0, LIFE_SPAN_S / 2]))
 
-    # What programs do
+    # Steps of programs
 
     def some(self, program: Program) -> str:
-        """Rather a late variable: that makes long chains."""
+        """Pick a variable, preferably a late one, so that long chains develop."""
         at = max(self.rng.randrange(len(program.var_ids)) for _ in range(2))
         return program.var_ids[at]
 
@@ -160,7 +160,7 @@ class Story(World):
         self._submit(program, CallPlan(tuple(pieces), tuple(lengths), sampling, options))
 
     def repeat(self, program: Program) -> None:
-        """The same again: of its own, or what another program asked without variables."""
+        """Repeat a call of this program, or a constant call of another program."""
         others = [plan for other in self.programs for plan in other.plans if plan.is_constant]
         plans = [*program.plans[-8:], *others[-8:]]
         if plans:
@@ -293,13 +293,13 @@ class Story(World):
     # The end
 
     async def end(self) -> None:
-        """With an engine there and nobody interfering, everything that is wanted comes to an end;
-        and when all have gone, nothing is left."""
+        """Check that all reads end when an engine is available and nothing interferes, and that
+        everything is freed after all sessions have ended."""
         if not self.engines:
             await self.cluster.add_engine()
         await asyncio.sleep(2 * HEARTBEAT_S)
         self.check_all_done()
-        await asyncio.sleep(LIFE_SPAN_S + 40.0)  # reads of what nobody makes end with the session
+        await asyncio.sleep(LIFE_SPAN_S + 40.0)  # reads without a producer end with the session
         for read in self.reads:
             assert read.task.done(), f"a read of {read.var_ids} still waits"
             self.check(read)
@@ -312,7 +312,7 @@ class Story(World):
         await asyncio.sleep(1.0)
         self.cluster.check_integrity()
         self.check_contexts()
-        await asyncio.sleep(4 * PREFIX_TIMEOUT_S)  # a context goes after what was forked from it
+        await asyncio.sleep(4 * PREFIX_TIMEOUT_S)  # a context is freed after its forks
         self.cluster.check_integrity()
         self.check_contexts()
         dispatcher = self.core.dispatcher

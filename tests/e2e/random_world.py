@@ -1,4 +1,4 @@
-"""A simulated cluster with random programs on it, and what must hold of them at any time."""
+"""The state of random programs on a simulated cluster, and the checks of their invariants."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ from parrot.serve.sessions import Session
 from parrot.simulation import SimCluster, SimEngine
 from tests.e2e.sequential_reference import CallPlan, Place, Reference
 
-LOSSES_OF_A_CALL = 3  # engines that one call may lose before it is given up
+LOSSES_OF_A_CALL = 3  # ServeCore fails a call after it has lost 3 engines.
 
 
 @dataclass(eq=False)
 class Read:
-    """`task` gives values by variable id, `num_wanted` of those in `var_ids`."""
+    """A running read. `task` returns `num_wanted` values of the variables `var_ids`, by id."""
 
     session: "Program"
     task: "asyncio.Task[dict[str, str]]"
@@ -32,7 +32,7 @@ class Read:
 
 @dataclass(eq=False)
 class Program:
-    """One session, as its program knows it."""
+    """A program with one session."""
 
     scope: dict[str, Any]
     session: Session
@@ -41,11 +41,11 @@ class Program:
     plans: list[CallPlan] = field(default_factory=list)
     contexts: dict[int, tuple[str | Place, ...]] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
-    wanted: set[str] = field(default_factory=set)  # since they were submitted
+    wanted: set[str] = field(default_factory=set)  # variables with a reader since their submission
 
 
 class World:
-    """What the programs have, what was asked for them, and what it should give."""
+    """The programs, their reads, and the reference values."""
 
     def __init__(self, cluster: SimCluster) -> None:
         self.cluster = cluster
@@ -61,7 +61,8 @@ class World:
         return [engine for engine in self.cluster.engines.values() if engine.is_alive]
 
     def check_readers(self) -> None:
-        """Nobody is taken for a reader who is none. (A read that timed out is, for a moment.)"""
+        """Check that ServeCore counts no reader that does not exist. A read that timed out may
+        count for a moment."""
         reading = {v for r in self.reads if r.is_timed or not r.task.done() for v in r.var_ids}
         for program in self.programs:
             for var_id, node in program.session.graph.variables.items():
@@ -96,7 +97,7 @@ class World:
             self.check_error(read.session, read.var_ids, error)
 
     def check_error(self, program: Program, var_ids: list[str], error: ParrotError) -> None:
-        """There must be a reason for it."""
+        """Check that there is a reason for the error."""
         if isinstance(error, SessionGone):
             assert self.core.sessions.find(program.scope["session_id"]) is None
         elif isinstance(error, Cancelled):
@@ -109,8 +110,8 @@ class World:
             assert self.num_engines_lost >= LOSSES_OF_A_CALL, error
 
     def check_contexts(self) -> None:
-        """Each engine has the contexts that the ledger says, and no other; those of sessions only
-        as long as others were forked from them."""
+        """Check that each engine has exactly the contexts of the ledger. Contexts of ended sessions
+        may exist only as long as they have forks."""
         ledger = self.core.dispatcher._ledger
         for engine in self.engines:
             account = ledger._memories[engine.engine_id]

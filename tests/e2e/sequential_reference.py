@@ -1,7 +1,6 @@
-"""What random programs would give if their calls ran one after the other.
+"""Compute the values of random programs sequentially and without a service.
 
-The `sim` engines' output is a pure function of the prompt, so every value can be computed without a
-service."""
+This is possible because the output of a `sim` engine is a pure function of the prompt."""
 
 import zlib
 from array import array
@@ -13,14 +12,14 @@ from parrot.engine.sim import token_after
 
 @dataclass(frozen=True)
 class Place:
-    """A variable's value at a place of a prompt."""
+    """A part of a prompt that is the value of a variable."""
 
     var_id: str
 
 
 @dataclass(frozen=True)
 class Output:
-    """What a call's output is made from: the whole prompt before it, and how long it gets."""
+    """The output of a call: a function of the whole prompt before it, and of its length."""
 
     prompt: tuple[str | Place, ...]
     length: int
@@ -33,7 +32,7 @@ class Joined:
 
 
 class Reference:
-    """Computes values one after the other, from what was submitted and set."""
+    """Computes values from the submitted calls and the values that programs have set."""
 
     def __init__(self) -> None:
         self.rules: dict[str, str | Output | Joined] = {}
@@ -45,7 +44,7 @@ class Reference:
         return self._values[var_id]
 
     def needs(self, var_id: str) -> set[str]:
-        """All that the variable depends on, itself too."""
+        """Return all variables that the variable depends on, including itself."""
         found, stack = {var_id}, [var_id]
         while stack:
             rule = self.rules.get(stack.pop())
@@ -77,7 +76,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class CallPlan:
-    """What a call asks for, apart from whose variables take its outputs."""
+    """A call without its session and its output variables."""
 
     pieces: tuple[str | Place, ...]
     lengths: tuple[int, ...]
@@ -86,12 +85,12 @@ class CallPlan:
 
     @property
     def is_constant(self) -> bool:
-        """It means the same in every session."""
+        """Whether the call has the same result in every session."""
         has_places = any(isinstance(piece, Place) for piece in self.pieces)
         return not has_places and self.options["successor_of"] is None
 
     def template(self, premade: str | None) -> tuple[str, list[dict[str, Any]]]:
-        """The template and its parameters; `premade`: the variable for the first output."""
+        """Return the template and its parameters. `premade` is the variable of the first output."""
         text, parameters = "", []
         for piece in self.pieces:
             if isinstance(piece, Place):

@@ -1,4 +1,4 @@
-"""Agents whose tools run in the program, before engines in processes of their own."""
+"""Agents whose tools run in the program, with engines in separate processes."""
 
 import asyncio
 
@@ -25,7 +25,7 @@ def weather(city: str, days: int) -> str:
 
 
 def check_reuse(vm: P.VirtualMachine) -> None:
-    """Each turn goes on in the context of the one before."""
+    """Check that each turn continues the context of the previous turn."""
     first, *others = vm.session_info().calls
     assert others
     for call in others:
@@ -34,7 +34,7 @@ def check_reuse(vm: P.VirtualMachine) -> None:
 
 @pytest.mark.timeout(300)
 def test_the_embedded_model_calls_a_tool_and_answers(embedded_cluster: Cluster) -> None:
-    """What so small a model says is not much; that its call is well-formed, the grammar sees to."""
+    """The grammar makes the call valid, although the model is too small to choose a tool well."""
     ASKED.clear()
     sampling = P.SamplingConfig(temperature=0, max_gen_length=48)
     agent = P.Agent([weather], must_call=True, max_turns=6, sampling_config=sampling)
@@ -55,7 +55,7 @@ def test_the_embedded_model_calls_a_tool_and_answers(embedded_cluster: Cluster) 
 
 
 async def test_agents_on_simulated_engines(sim_cluster: Cluster) -> None:
-    """They write letters at random, which are an answer, and know no grammars."""
+    """Simulated engines return random letters, which count as an answer. They have no grammars."""
     sampling = P.SamplingConfig(max_gen_length=6)
     vm = P.VirtualMachine(sim_cluster.core_url)
     with vm.running_scope(), pytest.raises(P.errors.UnsupportedField, match="grammar"):

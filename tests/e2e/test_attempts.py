@@ -1,4 +1,4 @@
-"""Calls that are tried again, in a program of its own process, on the real embedded model."""
+"""Calls that are retried by the front end, on the real embedded model."""
 
 from collections.abc import Iterator
 from typing import Annotated
@@ -38,12 +38,12 @@ def greet(bird: P.Input) -> Annotated[P.Returns[str], P.SamplingConfig(max_gen_l
     """Greet {{bird}}. {{greeting}}"""
 
 
-def test_a_program_s_validator_has_the_model_try_again(embedded_cluster: Cluster) -> None:
+def test_a_failed_validator_retries_the_call(embedded_cluster: Cluster) -> None:
     SEEN.clear()
     vm = P.VirtualMachine(embedded_cluster.core_url)
     with vm.running_scope():
         bird = name_bird("parrot")
-        greeting = greet(bird)  # chained before there is a name
+        greeting = greet(bird)  # submitted before the name is known
         assert greeting.get(timeout=60)
         assert bird.get().name == SEEN[-1]
         first, second, last = sorted(vm.session_info().calls, key=lambda c: c.finished_s or 0)
@@ -53,7 +53,7 @@ def test_a_program_s_validator_has_the_model_try_again(embedded_cluster: Cluster
 
 @pytest.fixture(scope="module")
 def hurried_cluster() -> Iterator[Cluster]:
-    """Calls of models that are not there fail soon."""
+    """A cluster on which calls of missing models fail soon."""
     sim = {"engine_type": "sim", "model": "sim"}
     with Cluster(core={"no_engine_timeout": 0.5}, engines=[sim]) as cluster:
         yield cluster
@@ -64,7 +64,7 @@ def write(topic: P.Input) -> Annotated[P.Returns[str], P.SamplingConfig(max_gen_
     """About {{topic}}: {{text}}"""
 
 
-def test_a_model_that_is_not_there_has_a_fallback(hurried_cluster: Cluster) -> None:
+def test_a_missing_model_has_a_fallback(hurried_cluster: Cluster) -> None:
     elsewhere = write.with_options(models=["no such model"], retries=1, fallback=write)
     vm = P.VirtualMachine(hurried_cluster.core_url)
     with vm.running_scope():

@@ -1,4 +1,4 @@
-"""Who knows the cluster's token may be an engine, or use one; nobody else. Real HTTP both ways."""
+"""Only servers with the cluster's token may register as engines or use engines. Real HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ from tests.support.app_server import serve_app
 
 @asynccontextmanager
 async def cluster(core_token: str | None, engine_token: str | None) -> AsyncIterator[HttpClient]:
-    """A ServeCore and an engine that tries to register with it."""
+    """Run a ServeCore and an engine that tries to register with it."""
     core = ServeCore(CoreConfig(cluster_token=core_token))
     async with serve_app(create_core_app(core)) as url, HttpClient(url) as http:
         port = free_port("127.0.0.1", set())
@@ -74,10 +74,10 @@ async def test_an_engine_with_another_token_does_not_join(
         assert await models(http) == []
 
 
-async def test_an_engine_whose_token_servecore_does_not_know_does_not_join(
+async def test_an_engine_with_a_token_does_not_join_a_servecore_without_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """ServeCore asks nobody for a token, but cannot fetch the engine's tokenizer."""
+    """ServeCore requires no token here, but it cannot fetch the engine's tokenizer."""
     async with cluster(None, "sesame") as http, asyncio.timeout(30):
         while "gave no tokenizer" not in caplog.text:
             await asyncio.sleep(0.02)

@@ -1,4 +1,5 @@
-"""An engine that no ServeCore takes serves those who ask it itself, and ends nothing of theirs."""
+"""An engine that cannot register with a ServeCore serves direct clients and keeps their
+contexts."""
 
 import asyncio
 import json
@@ -18,7 +19,7 @@ from parrot.protocol.http import HttpClient
 
 HANGS_S = 60
 NUM_TOKENS = (
-    150  # three seconds: attempts to register are 0, 0.25, 0.75 and 1.75 s behind the first
+    150  # 3 s: the engine tries to register 0, 0.25, 0.75 and 1.75 s after its first attempt
 )
 SIM = {"engine_type": "sim", "heartbeat_interval": 0.3, "instance": {"step_s": 0.02}}
 HOST = "127.0.0.1"
@@ -28,8 +29,8 @@ HOST = "127.0.0.1"
 def engine_alone(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """The config of an engine whose ServeCore is down."""
     ports: set[int] = set()
-    port, nobody = free_port(HOST, ports), free_port(HOST, ports)
-    core = {"host": HOST, "port": nobody}
+    port, unused = free_port(HOST, ports), free_port(HOST, ports)
+    core = {"host": HOST, "port": unused}
     config = {"host": HOST, "port": port, "cluster_token": "a-token", "serve_core": core}
     module = "parrot.engine.http_server"
     process = ServerProcess("engine", module, [], tmp_path / "engine.log", {}, lambda _: None)
@@ -49,23 +50,23 @@ async def ready(client: EngineClient) -> None:
                 await asyncio.sleep(0.05)
 
 
-def behind(context_id: int, parent_id: int, num_tokens: int) -> GenerateRequest:
+def fork_of(context_id: int, parent_id: int, num_tokens: int) -> GenerateRequest:
     sampling = {"max_gen_length": num_tokens, "ignore_tokenizer_eos": True}
     wanted = {"context_id": context_id, "parent_context_id": parent_id}
     return GenerateRequest.model_validate(wanted | {"sampling_config": sampling})
 
 
 async def work_through_attempts(client: EngineClient) -> None:
-    """A context and a long output go on, and are there afterwards, whatever the engine tries."""
+    """Check that a context and a long output survive the engine's attempts to register."""
     await client.fill(FillRequest(context_id=1, token_ids=[97] * 64))
-    long = await client.generate(behind(2, 1, NUM_TOKENS))
+    long = await client.generate(fork_of(2, 1, NUM_TOKENS))
     assert len(long.generated_ids) == NUM_TOKENS
-    short = await client.generate(behind(3, 1, 4))
+    short = await client.generate(fork_of(3, 1, 4))
     assert short.generated_ids == long.generated_ids[:4]
     assert await client.free_contexts([1, 2, 3]) > 64 + NUM_TOKENS
 
 
-async def test_contexts_and_work_outlive_attempts_to_reach_a_core_that_is_down(
+async def test_contexts_survive_attempts_to_register_with_a_stopped_core(
     engine_alone: dict[str, Any],
 ) -> None:
     url = f"http://{HOST}:{engine_alone['port']}"
@@ -75,7 +76,7 @@ async def test_contexts_and_work_outlive_attempts_to_reach_a_core_that_is_down(
         await work_through_attempts(client)
 
 
-async def test_contexts_and_work_outlive_registrations_that_are_refused(tmp_path: Path) -> None:
+async def test_contexts_survive_rejected_registrations(tmp_path: Path) -> None:
     audit = tmp_path / "audit"
 
     def num_refused() -> int:

@@ -1,5 +1,5 @@
-"""The real embedded model drafts what it is told to expect, what a call reads, and what its
-function said before, and says the same."""
+"""The real embedded model drafts from a prediction, from the inputs of a call, and from earlier
+outputs of its function. The output does not change."""
 
 from typing import Any
 
@@ -41,8 +41,8 @@ def count(line: P.Input, words: P.Output(GREEDY)):
     """Line {{line}}. Count in words: one, two, three, {{words}}"""
 
 
-def test_a_call_drafts_from_what_it_reads(embedded_cluster: Cluster) -> None:
-    """A loop: each version is made of the one before, which comes from the engine, too."""
+def test_a_call_drafts_from_its_inputs(embedded_cluster: Cluster) -> None:
+    """Each version is generated from the previous version."""
     text = "one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve."
     with P.VirtualMachine(embedded_cluster.core_url).running_scope():
         first = revise(text)
@@ -53,7 +53,7 @@ def test_a_call_drafts_from_what_it_reads(embedded_cluster: Cluster) -> None:
             assert revised.usage.accepted_tokens > 10
 
 
-def test_a_call_drafts_from_what_its_function_said_before(embedded_cluster: Cluster) -> None:
+def test_a_call_drafts_from_earlier_outputs_of_its_function(embedded_cluster: Cluster) -> None:
     with P.VirtualMachine(embedded_cluster.core_url).running_scope():
         said, accepted = [], []
         for line in ("one", "two"):

@@ -1,5 +1,5 @@
-"""Texts scored by the real embedded model, as harnesses ask for it: the numbers are those of
-transformers."""
+"""Log probabilities of prompts (`echo`) by the real embedded model equal those of transformers.
+Evaluation harnesses use them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def assert_as_the_reference(reference: tuple[Any, Any], ids: list[int], found: Any) -> None:
-    """All but the first entry, the token's own number and the likeliest one's."""
+    """Compare the log probabilities of each token but the first, and of the most likely token."""
     model, _ = reference
     with torch.inference_mode():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
@@ -52,10 +52,11 @@ def assert_as_the_reference(reference: tuple[Any, Any], ids: list[int], found: A
     np.testing.assert_allclose(best, table[:-1].amax(-1), atol=TOLERANCE)
 
 
-async def test_scores_are_those_of_transformers(
+async def test_log_probabilities_equal_those_of_transformers(
     openai_client: openai.AsyncOpenAI, reference: tuple[Any, Any]
 ) -> None:
-    """Of texts and of tokens, in chunks beside an answer."""
+    """Prompts are texts or token ids. They are scored in chunks while another answer is
+    generated."""
     ids = [reference[1](text, add_special_tokens=False).input_ids for text in TEXTS]
     messages: list[Any] = [{"role": "user", "content": "Count to twenty."}]
     answering = asyncio.ensure_future(
@@ -77,7 +78,7 @@ async def test_scores_are_those_of_transformers(
             assert offsets == sorted(offsets)
 
 
-async def test_one_token_behind_each_prompt(
+async def test_one_token_after_each_prompt(
     openai_client: openai.AsyncOpenAI, reference: tuple[Any, Any]
 ) -> None:
     """What lm-evaluation-harness sends to servers that generate at least one token, and how it

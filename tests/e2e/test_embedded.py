@@ -77,7 +77,7 @@ def judge(
 
 
 def prompt_tokens(vm: P.VirtualMachine, output: str) -> tuple[int, int]:
-    """(cached, computed) prompt tokens of the last call that made `output`."""
+    """Return the (cached, computed) prompt tokens of the last call with `output`."""
     calls = [call for call in vm.session_info().calls if call.output == output]
     return calls[-1].cached_tokens, calls[-1].computed_tokens
 
@@ -87,7 +87,7 @@ def test_the_model_answers(vm: P.VirtualMachine) -> None:
         assert "Paris" in capital("France").get()
 
 
-def test_outputs_that_must_be_something(vm: P.VirtualMachine) -> None:
+def test_outputs_with_a_required_format(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         city = as_json("Paris is the capital of France.")
         assert isinstance(city.get(), City)
@@ -126,8 +126,8 @@ async def test_chat_completions_in_a_format(embedded_cluster: Cluster) -> None:
         assert "uniqueItems" in answer["error"]["message"]
 
 
-async def test_how_likely_the_tokens_of_an_answer_were(embedded_cluster: Cluster) -> None:
-    """Greedy tokens are the likeliest ones, and the same for a prompt as text and as tokens."""
+async def test_log_probabilities_of_an_answer(embedded_cluster: Cluster) -> None:
+    """Greedy tokens are the most likely tokens, for a prompt as text and as tokens."""
     text = "The capital of France is the city of"
     asked = {"model": "embedded", "max_tokens": 6, "temperature": 0, "logprobs": 3}
     async with aiohttp.ClientSession(embedded_cluster.core_url) as http:
@@ -174,7 +174,7 @@ def test_outputs_of_one_call_and_of_calls_that_feed_each_other(vm: P.VirtualMach
         assert why.get() != punchline.get()
 
 
-def test_many_calls_at_once_give_what_each_gives_alone(vm: P.VirtualMachine) -> None:
+def test_parallel_calls_have_the_same_outputs_as_single_calls(vm: P.VirtualMachine) -> None:
     topics = ["rain", "bread", "the sea", "Monday"]
     with vm.running_scope():
         alone = [about(topic).get() for topic in topics]
@@ -183,7 +183,7 @@ def test_many_calls_at_once_give_what_each_gives_alone(vm: P.VirtualMachine) -> 
         assert [variable.get() for variable in together] == alone
 
 
-def test_streamed_pieces_make_the_value(vm: P.VirtualMachine) -> None:
+def test_streamed_chunks_add_up_to_the_value(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         summary = about("Parrots are birds that can learn to speak.")
         pieces = list(summary.stream())
@@ -197,7 +197,7 @@ def read(text: P.Input, question: P.Input, answer: P.Output(GREEDY)):
 
 
 def test_a_shared_prefix_is_computed_once(vm: P.VirtualMachine) -> None:
-    document = f"Report {new_token()}. "  # nothing of it is there from an earlier run
+    document = f"Report {new_token()}. "  # not cached by an earlier run
     document += " ".join(f"Fact {i} is that number {i} follows {i - 1}." for i in range(1, 80))
     with vm.running_scope():
         text = P.variable("text", document)
@@ -222,7 +222,7 @@ def test_a_stateful_call_continues_the_whole_context(vm: P.VirtualMachine) -> No
     assert cached > computed > 0
 
 
-def test_failures_reach_the_reader_and_nobody_else(vm: P.VirtualMachine) -> None:
+def test_failures_reach_only_their_own_reader(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         good = about("All is well.")
         failed = divide("x")
@@ -238,7 +238,7 @@ def test_failures_reach_the_reader_and_nobody_else(vm: P.VirtualMachine) -> None
         assert good.get()
 
 
-def test_a_cancelled_call_is_gone_and_the_next_one_runs(vm: P.VirtualMachine) -> None:
+def test_a_cancelled_call_stops_and_the_next_one_runs(vm: P.VirtualMachine) -> None:
     long = P.SamplingConfig(temperature=0, max_gen_length=2000, ignore_tokenizer_eos=True)
 
     @P.semantic_function()

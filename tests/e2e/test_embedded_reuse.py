@@ -1,4 +1,4 @@
-"""What the real embedded model need not compute again, or need not compute late."""
+"""The real embedded model does not compute cached prefixes again, and prefills prompts early."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,7 +29,7 @@ async def engine(embedded_cluster: Cluster) -> AsyncIterator[EngineClient]:
 
 
 async def direct(engine: EngineClient, context_id: int, prompt: list[int]) -> GenerateResponse:
-    """A request of a client that knows nothing of contexts: a new one for each, freed at once."""
+    """Send a request with a new context, and free the context afterwards."""
     request = GenerateRequest(
         context_id=context_id,
         fills=[FillPiece(context_id=context_id, token_ids=prompt)],
@@ -42,7 +42,9 @@ async def direct(engine: EngineClient, context_id: int, prompt: list[int]) -> Ge
     return answer
 
 
-async def test_a_direct_client_finds_what_an_earlier_one_computed(engine: EngineClient) -> None:
+async def test_a_direct_client_reuses_the_prefix_of_an_earlier_request(
+    engine: EngineClient,
+) -> None:
     first = await direct(engine, 2**40, PROMPT)
     second = await direct(engine, 2**40 + 1, PROMPT)
     other = await direct(engine, 2**40 + 2, PROMPT[:250] + PROMPT[:250])
@@ -52,7 +54,7 @@ async def test_a_direct_client_finds_what_an_earlier_one_computed(engine: Engine
     assert other.usage.cached_tokens == 250 // BLOCK_SIZE * BLOCK_SIZE
 
 
-async def test_only_what_comes_late_is_computed_late(
+async def test_a_prompt_is_prefilled_up_to_its_late_input(
     embedded_cluster: Cluster, engine: EngineClient
 ) -> None:
     late_part = "\nQuestion: Who lit the lamp?\nAnswer: "
@@ -84,7 +86,7 @@ async def test_only_what_comes_late_is_computed_late(
 
 
 async def _wait_until_idle(engine: EngineClient, num_steps: int) -> None:
-    """Until a step has been made, and nothing is left to do."""
+    """Wait until the engine has made a step and has no more jobs."""
     while True:
         info = await engine.ping()
         if info.num_steps > num_steps and not info.num_total_jobs:

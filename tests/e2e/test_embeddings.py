@@ -1,4 +1,4 @@
-"""Embeddings of the real embedded model, as OpenAI's client asks for them."""
+"""Embeddings of the real embedded model with OpenAI's client."""
 
 import asyncio
 import time
@@ -45,10 +45,10 @@ async def until_idle(engine: EngineClient, num_free_blocks: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_together_alone_and_beside_an_answer(
+async def test_vectors_do_not_depend_on_the_batch(
     openai_client: openai.AsyncOpenAI, engine: EngineClient
 ) -> None:
-    """The same vectors, whatever else runs; afterwards all memory is free."""
+    """Vectors do not depend on other inputs and requests. Afterwards, all memory is free."""
     free_before = (await engine.ping()).num_free_blocks
     together = await embed(openai_client, TEXTS)
     alone = np.concatenate([await embed(openai_client, [text]) for text in TEXTS])
@@ -67,7 +67,7 @@ async def test_together_alone_and_beside_an_answer(
     assert together[0] @ together[1] > together[0] @ together[3]
 
 
-async def test_a_client_that_leaves_frees_all(
+async def test_a_client_that_disconnects_frees_its_memory(
     openai_client: openai.AsyncOpenAI, engine: EngineClient
 ) -> None:
     free_before = (await engine.ping()).num_free_blocks
@@ -82,7 +82,7 @@ async def test_a_client_that_leaves_frees_all(
     await until_idle(engine, free_before)
 
 
-async def test_what_the_model_cannot_take(openai_client: openai.AsyncOpenAI) -> None:
+async def test_invalid_inputs(openai_client: openai.AsyncOpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="input 1 has") as caught:
         await embed(openai_client, ["a", "word " * 9000])
     assert caught.value.code == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""The example programs on the real embedded model, from their first line to their last."""
+"""The example programs run completely on the real embedded model."""
 
 import subprocess
 import sys
@@ -11,8 +11,7 @@ from parrot.cluster import Cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
-# An answer that makes sense has one of these words. Titles and inputs that a program prints do not
-# count: none of them has one.
+# A sensible answer has one of these words. Titles and inputs that a program prints have none.
 EXPECTED = {
     "agent_with_tools.py": ('{"copies":3}', "9 euros"),
     "best_of_n.py": ("honey", "bee", "sweet", "village"),
@@ -40,7 +39,8 @@ def cluster() -> Iterator[Cluster]:
 def started(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, subprocess.Popen[str]]]:
-    """All examples at once: together they take few more of the engine's steps than the longest."""
+    """Run all examples in parallel. Together they need few more steps of the engine than the
+    longest one."""
     document = tmp_path_factory.mktemp("examples") / "document.txt"
     document.write_text(PARAGRAPHS)
     shorter = {
@@ -70,7 +70,7 @@ def started(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)  # the first program waits for almost all of them
+@pytest.mark.timeout(300)  # the first test waits for almost all programs
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_answers_of_example_programs_make_sense(
     program: str, started: dict[str, subprocess.Popen[str]]

@@ -1,4 +1,4 @@
-"""Servers die, hang and come back; every read still ends, with the value or with its error."""
+"""Servers die, hang and restart. Every read still ends with a value or an error."""
 
 import asyncio
 import os
@@ -18,9 +18,9 @@ from tests.e2e.programs import Program, program
 SLOW_SIM = {"engine_type": "sim", "heartbeat_interval": 0.3, "instance": {"step_s": 0.02}}
 CORE = {"engine_heartbeat_timeout": 3}
 NUM_READS = 6
-NUM_TOKENS = 100  # two seconds of generating
-HANGS_S = 60  # whatever takes longer has stopped
-PROMPT_S = 3 + 2 * 2 + 15  # the heartbeat timeout, both generations, and a slow machine
+NUM_TOKENS = 100  # 2 s of generation
+HANGS_S = 60  # An operation that takes longer counts as hung.
+PROMPT_S = 3 + 2 * 2 + 15  # The heartbeat timeout, two generations, and 15 s for a slow machine.
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ async def start_reads(session: Program) -> list[asyncio.Task[str]]:
 
 
 async def engine_of_a_running_call(session: Program) -> str:
-    """The engine that runs at least one of the session's calls by now."""
+    """Return an engine that runs a call of the session, as soon as there is one."""
     while True:
         info = await session.client.session_info(session.session_id, session.session_auth)
         for call in info.calls:
@@ -60,7 +60,7 @@ async def engine_of_a_running_call(session: Program) -> str:
 
 
 async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
-    """Nothing runs there any more; what remains is cache, and its accounts are in order."""
+    """Check that nothing runs on the engine, and that only cached blocks are used."""
     async with (
         HttpClient(cluster.url(name), bearer_token=cluster.cluster_token) as http,
         asyncio.timeout(HANGS_S),
@@ -71,7 +71,7 @@ async def assert_engine_is_empty(cluster: Cluster, name: str) -> None:
     assert info.num_running_jobs == 0
 
 
-async def test_a_cluster_that_is_stopped_ends_calls_first_for_which_engines_have_time() -> None:
+async def test_a_stopping_cluster_finishes_calls_within_its_time_limit() -> None:
     with Cluster(core=CORE, engines=[SLOW_SIM | {"drain_timeout": 60}]) as cluster:
         async with HttpClient(cluster.core_url) as http:
             client = ServeClient(http)
@@ -83,7 +83,7 @@ async def test_a_cluster_that_is_stopped_ends_calls_first_for_which_engines_have
             assert len({len(await read) for read in reads}) == 1
 
 
-async def test_a_terminated_engine_ends_its_calls_first_and_a_second_signal_ends_it() -> None:
+async def test_a_terminated_engine_finishes_its_calls_unless_signalled_twice() -> None:
     engine = SLOW_SIM | {"drain_timeout": 60}
     with Cluster(core=CORE, engines=[engine] * 2) as cluster:
         async with connect(cluster) as session:
@@ -110,7 +110,7 @@ async def test_a_terminated_engine_ends_its_calls_first_and_a_second_signal_ends
             read.cancel()
 
 
-async def test_killed_engine_costs_no_read_its_text(two_engines: Cluster) -> None:
+async def test_reads_get_their_values_after_an_engine_is_killed(two_engines: Cluster) -> None:
     async with connect(two_engines) as session:
         expected = [await read for read in await start_reads(session)]
     async with connect(two_engines) as session:
@@ -121,8 +121,8 @@ async def test_killed_engine_costs_no_read_its_text(two_engines: Cluster) -> Non
         values = await asyncio.wait_for(asyncio.gather(*reads), HANGS_S)
         info = await session.client.session_info(session.session_id, session.session_auth)
     assert values == expected
-    # Those that were moved went on behind what heartbeats had told of their outputs.
-    sizes = {1: set[int](), 2: set[int]()}  # of what was to be computed or cached, by attempts
+    # Restarted calls continued after the output that heartbeats had reported.
+    sizes = {1: set[int](), 2: set[int]()}  # prompt lengths in tokens, by number of attempts
     for call in info.calls:
         sizes[call.attempts].add(call.cached_tokens + call.computed_tokens)
     assert max(sizes[2]) > max(sizes[1])
@@ -162,7 +162,7 @@ async def test_without_a_second_engine_every_read_ends_with_503(one_engine: Clus
         assert await session.get(again)
 
 
-async def test_a_frozen_engine_is_replaced_and_may_come_back(two_engines: Cluster) -> None:
+async def test_a_hung_engine_is_replaced_and_may_rejoin(two_engines: Cluster) -> None:
     async with connect(two_engines) as session:
         reads = await start_reads(session)
         victim = await engine_of_a_running_call(session)
@@ -179,7 +179,7 @@ async def test_a_frozen_engine_is_replaced_and_may_come_back(two_engines: Cluste
             await assert_engine_is_empty(two_engines, name)
 
 
-async def test_engines_find_a_restarted_servecore(one_engine: Cluster) -> None:
+async def test_engines_register_with_a_restarted_servecore(one_engine: Cluster) -> None:
     async with HttpClient(one_engine.core_url) as http:
         client = ServeClient(http)
         created = await client.create_session()
@@ -197,5 +197,5 @@ async def test_engines_find_a_restarted_servecore(one_engine: Cluster) -> None:
             with pytest.raises(NotFound):
                 await session.get(var_id)
             assert await fresh.get(await fresh.call("Hello again: {{out}}"))
-        # What the dead ServeCore had running does not hold the engine for ever.
+        # The engine ends the calls of the dead ServeCore.
         await assert_engine_is_empty(one_engine, one_engine.engine_names[0])

@@ -1,4 +1,4 @@
-"""The included model's first answers make sense, with the sampling that holds by default."""
+"""The answers of the embedded model with its default sampling make sense."""
 
 from collections.abc import Iterator
 

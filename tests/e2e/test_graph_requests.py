@@ -52,7 +52,7 @@ def ask(embedded_cluster: Cluster, content: str, **parrot: Any) -> Any:
         return json.load(response)
 
 
-def test_a_chained_chat_says_what_each_of_its_turns_says(embedded_cluster: Cluster) -> None:
+def test_a_chained_chat_gives_the_texts_of_its_turns_one_by_one(embedded_cluster: Cluster) -> None:
     first = ask(embedded_cluster, "Name a bird.", defer=True)
     (name,) = first["parrot"]["outputs"]
     second = ask(embedded_cluster, "{{bird}}", inputs={"bird": name})

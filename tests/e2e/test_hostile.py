@@ -1,4 +1,5 @@
-"""Bad, hostile and impatient clients against real servers: a typed error, and life goes on."""
+"""Faulty, hostile and impatient clients get typed errors from real servers, which then still
+work."""
 
 import asyncio
 import io
@@ -30,7 +31,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program, program
 
-HANGS_S = 60  # whatever takes longer has stopped
+HANGS_S = 60  # An operation that takes longer counts as hung.
 
 HOSTILE_BODIES = [
     b"{",
@@ -82,7 +83,7 @@ async def test_hostile_bodies_are_refused_everywhere(sim_cluster: Cluster, raw: 
         urls = [urls[1], engine_url + "/generate"]
     for url in urls:
         status, answer = await post_raw(url, raw, sim_cluster.cluster_token)
-        # `null` is an empty body to a route whose fields are all optional.
+        # `null` counts as an empty body. It is valid if all fields of a route are optional.
         assert 400 <= status < 500 or (raw == b"null" and status == 200), (url, status, answer)
         if status != 200:
             assert set(answer["error"]) >= {"type", "message"}
@@ -125,7 +126,7 @@ async def test_every_scoped_route_refuses_a_wrong_session_auth(
                 params.pop("session_auth", None)
                 with pytest.raises(AuthenticationFailed):
                     await http.request(method, path, body=body or None, params=params)
-        with pytest.raises(NotFound):  # somebody else's variable, named from one's own session
+        with pytest.raises(NotFound):  # another session's variable
             await attacker.get(var_id)
         with pytest.raises(NotFound):
             await attacker.call("{{x}} {{out}}", variables={"x": var_id})
@@ -207,7 +208,7 @@ async def running_jobs(cluster: Cluster) -> int:
 
 
 async def assert_engine_goes_quiet(cluster: Cluster) -> None:
-    """Long before it would have come to the end by itself."""
+    """Check that the work ends long before it would end by itself."""
     async with asyncio.timeout(HANGS_S):
         while await running_jobs(cluster):
             await asyncio.sleep(0.02)
@@ -277,7 +278,7 @@ async def test_limits_of_the_config_are_enforced() -> None:
             template = " ".join(f"{{{{{name}}}}}" for name in parts) + " {{out}}"
             joined = await session.call(template, 4, variables=parts)
             read = asyncio.create_task(session.get(joined))
-            await until_one_runs(session)  # and six are queued, since one read wants them all
+            await until_one_runs(session)  # six more are queued, since a read needs all of them
             with pytest.raises(QuotaExceeded, match="max_queue_size"):
                 await session.call("One too many: {{out}}", 4)
             assert await read
@@ -307,8 +308,8 @@ async def test_values_with_placeholders_stay_text(client: ServeClient) -> None:
         assert await session.get(tricky) == "{{out}} {{x}} {{nothing}}"
 
 
-async def test_errors_are_all_of_the_tree(client: ServeClient) -> None:
-    """Unknown paths and methods too."""
+async def test_all_errors_have_a_type(client: ServeClient) -> None:
+    """Errors of unknown paths and methods also have an error type of Parrot."""
     async with program(client) as session:
         http = client._http
         for method, path in (("GET", "/v1/nothing"), ("PUT", "/v1/session"), ("GET", "/x" * 500)):

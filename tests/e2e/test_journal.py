@@ -1,4 +1,4 @@
-"""ServeCore is killed in the middle, and goes on where it was."""
+"""ServeCore continues its sessions from the journal after it was killed."""
 
 import asyncio
 import os
@@ -39,7 +39,7 @@ async def begin(client: ServeClient) -> Program:
 
 
 async def persistently(ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> T:
-    """The answer of a server that may be dead for a while."""
+    """Repeat a request until the restarted server answers."""
     while True:
         try:
             return await ask(*args, **options)
@@ -48,8 +48,8 @@ async def persistently(ask: Callable[..., Awaitable[T]], *args: Any, **options: 
 
 
 async def map_reduce(session: Program) -> list[str]:
-    """Submit calls, of which the last joins the others, each until it is acknowledged; returns the
-    variables that they make."""
+    """Submit calls whose outputs a last call joins. Each is repeated until it is acknowledged.
+    Returns the output variables."""
     parts = []
     for i in range(NUM_PARTS):
         key = {"idempotency_key": f"part {i}"}
@@ -70,8 +70,8 @@ async def map_reduce(session: Program) -> list[str]:
 async def begin_reads(
     client: ServeClient,
 ) -> tuple[list[str], Program, dict[str, "asyncio.Task[str]"]]:
-    """Begin to read all variables of a `map_reduce`; returns the values that it has undisturbed,
-    its session, and the reads by variables."""
+    """Start to read all variables of a `map_reduce`. Returns its values without faults, its
+    session, and the reads by variable."""
     undisturbed = await begin(client)
     expected = [await undisturbed.get(v) for v in await map_reduce(undisturbed)]
     session = await begin(client)
@@ -83,7 +83,9 @@ async def begin_reads(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_killed_servecore_costs_no_program_its_values(seed: int, tmp_path: Path) -> None:
+async def test_programs_get_their_values_after_servecore_is_killed(
+    seed: int, tmp_path: Path
+) -> None:
     draw = random.Random(seed)
     async with (
         cluster_with(tmp_path / "journal") as cluster,
@@ -102,7 +104,7 @@ async def test_a_killed_servecore_costs_no_program_its_values(seed: int, tmp_pat
             cluster.restart("core")
         values = await asyncio.wait_for(asyncio.gather(*reads.values()), HANGS_S)
         assert values == expected
-        # What was told once is told again, and the calls are the same as before.
+        # Values are the same as before the restart, and so are the calls.
         for var_id, text in seen.items():
             assert await session.get(var_id) == text
         assert await map_reduce(session) == var_ids
@@ -114,7 +116,7 @@ async def _info(client: ServeClient, session: Program) -> SessionInfo:
     return await client.session_info(session.session_id, session.session_auth)
 
 
-async def test_what_ran_runs_again_with_a_higher_attempt_though_nobody_reads(
+async def test_a_running_call_runs_again_without_a_reader(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -135,12 +137,12 @@ async def test_what_ran_runs_again_with_a_higher_attempt_though_nobody_reads(
             while (call := (await persistently(_info, client, session)).calls[0]).state != "done":
                 await asyncio.sleep(0.05)
         assert call.attempts == 2
-        # The engine has let go of its contexts, but what is in memory is found again.
+        # The engine has freed the contexts, but their blocks are still cached.
         assert call.cached_tokens >= call.computed_tokens > 0
         assert call.recomputed_tokens == 0
 
 
-async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:
+async def test_a_clean_stop_keeps_sessions(tmp_path: Path) -> None:
     async with (
         cluster_with(tmp_path / "journal", 1) as cluster,
         HttpClient(cluster.core_url) as http,
@@ -157,7 +159,7 @@ async def test_a_clean_stop_keeps_sessions_too(tmp_path: Path) -> None:
         assert gone.value.status == 410
 
 
-async def test_a_full_disk_refuses_writes_and_reads_go_on(tmp_path: Path) -> None:
+async def test_with_a_full_disk_writes_fail_and_reads_work(tmp_path: Path) -> None:
     async with (
         cluster_with(tmp_path / "journal", 1) as cluster,
         HttpClient(cluster.core_url) as http,
@@ -196,7 +198,7 @@ async def test_a_full_disk_refuses_writes_and_reads_go_on(tmp_path: Path) -> Non
         assert await persistently(session.get, after)
 
 
-async def test_engines_refuse_who_was_there_before(tmp_path: Path) -> None:
+async def test_engines_reject_an_earlier_servecore(tmp_path: Path) -> None:
     async with cluster_with(tmp_path / "journal", 1) as cluster:
         (name,) = cluster.engine_names
 
@@ -217,7 +219,7 @@ async def test_engines_refuse_who_was_there_before(tmp_path: Path) -> None:
                     await EngineClient(http).generate(GenerateRequest(context_id=1))
 
 
-async def test_responses_and_conversations_outlive_it(tmp_path: Path) -> None:
+async def test_responses_and_conversations_survive_a_restart(tmp_path: Path) -> None:
     async with (
         cluster_with(tmp_path / "journal", 1) as cluster,
         HttpClient(cluster.core_url) as http,
@@ -251,6 +253,6 @@ async def test_responses_and_conversations_outlive_it(tmp_path: Path) -> None:
         third = await respond(input="Go on", previous_response_id=second["id"])
         items = await http.request("GET", f"/v1/responses/{third['id']}/input_items")
         assert len(items["data"]) == 5
-        # The conversation goes on in the session that it had; what was made again has a new one.
+        # The conversation continues in its old session. The regenerated response has a new one.
         sessions = (await http.request("GET", "/v1/sessions"))["sessions"]
         assert sorted(one["turns"] for one in sessions) == [1, 1, 1, 3]

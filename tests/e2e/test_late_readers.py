@@ -1,4 +1,4 @@
-"""Readers that begin to stream a call which runs already, asked for whole, over real processes."""
+"""A reader can start to stream a call that already runs for a reader of the whole value."""
 
 import asyncio
 
@@ -32,5 +32,5 @@ async def test_a_late_reader_sees_the_text_grow_from_its_first_character() -> No
 
             pieces, others = await asyncio.gather(stream(), stream())
             assert "".join(pieces) == "".join(others) == await whole
-            assert len(pieces) > 20, "it came at once, in the end"
-            assert len(pieces[0]) > 10, "its beginning was there already"
+            assert len(pieces) > 20, "the whole text came at the end"
+            assert len(pieces[0]) > 10, "the first chunk should have all text so far"

@@ -1,5 +1,5 @@
-"""Whatever programs submit, read, cancel and abandon, whatever engines do: every value is the one
-that a sequential run gives, every read ends, and nothing is left.
+"""Random programs submit, read, cancel and abandon calls while engines come and go. Every value
+equals that of a sequential run, every read ends, and everything is freed.
 
 A long run: `PARROT_EXAMPLES=5000 pytest tests/e2e/test_random_programs.py`."""
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 3.5 * NUM_EXAMPLES
 
 @pytest.fixture(autouse=True)
 def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """A defect that was caught and logged is one, too."""
+    """Fail if a defect was caught and logged."""
     yield
     errors = [record.getMessage() for record in caplog.get_records("call") if is_defect(record)]
     assert not errors
@@ -46,7 +46,7 @@ def test_random_programs(rng: random.Random, num_steps: int) -> None:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("seed", range(max(1, NUM_EXAMPLES * 2 // 3)))
 def test_long_random_programs(seed: int) -> None:
-    """Hypothesis likes short stories best."""
+    """Hypothesis prefers short examples, so this test runs long ones."""
     run_virtual(tell(random.Random(seed), 150))
 
 

@@ -1,4 +1,4 @@
-"""An engine that is divided among processes, which live and die together."""
+"""The processes of an engine with tensor parallelism end together."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def complete(cluster: Cluster) -> str:
     return text
 
 
-def test_ranks_end_together_and_their_calls_run_again(tmp_path: Path) -> None:
+def test_ranks_end_together_and_their_calls_are_retried(tmp_path: Path) -> None:
     sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
     engine = {
         "model": str(make_tiny_model(tmp_path / "model", overrides=sizes)),
@@ -55,9 +55,9 @@ def test_ranks_end_together_and_their_calls_run_again(tmp_path: Path) -> None:
         want = complete(cluster)
         process = cluster.process("engine-0")
         (rank,) = children(process.pid)
-        os.kill(rank, signal.SIGSTOP)  # so that the call cannot end before
+        os.kill(rank, signal.SIGSTOP)  # the call cannot end now
         call = pool.submit(complete, cluster)
-        assert eventually(lambda: is_busy(cluster)), "the call has not begun"
+        assert eventually(lambda: is_busy(cluster)), "the call has not started"
         os.kill(rank, signal.SIGKILL)
         assert cluster.wait_death(PATIENCE_S) is process
         assert "rank 1 has ended" in cluster.log("engine-0")
@@ -66,7 +66,7 @@ def test_ranks_end_together_and_their_calls_run_again(tmp_path: Path) -> None:
 
         process = cluster.process("engine-0")
         (rank,) = children(process.pid)
-        os.kill(process.pid, signal.SIGKILL)  # and not its group
+        os.kill(process.pid, signal.SIGKILL)  # not its process group
         assert eventually(lambda: not is_running(rank))
         cluster.restart("engine-0")
         cluster.wait_ready()

@@ -1,4 +1,4 @@
-"""Each server is ended and started again in turn, while a program goes on."""
+"""All servers are restarted one after the other while a program runs."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ async def test_no_read_fails_while_every_server_is_restarted_in_turn(tmp_path: P
     assert len(set(answers)) == 1
 
 
-async def test_an_engine_that_is_drained_and_ends_answers_what_it_has(tmp_path: Path) -> None:
+async def test_a_drained_engine_finishes_its_calls_before_it_ends(tmp_path: Path) -> None:
     audit = tmp_path / "audit"
     with Cluster(core={"audit_path": str(audit)}, engines=[SIM]) as cluster:
         async with (
@@ -82,7 +82,7 @@ async def test_an_engine_that_is_drained_and_ends_answers_what_it_has(tmp_path: 
             path = "/v1/admin/engine/0/drain"
             await operator.request("POST", path, body={"is_wanted": True})
             process = cluster.process("engine-0")
-            process.terminate()  # it leaves: `/engine_leave` waits for the call
+            process.terminate()  # `/engine_leave` waits for the call
             assert len(await asyncio.wait_for(reading, HANGS_S)) == 150
             assert await asyncio.to_thread(process.wait, HANGS_S)
             assert process.exit_code == 0, process.log_tail()

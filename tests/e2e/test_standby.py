@@ -1,4 +1,5 @@
-"""Two ServeCores with one journal in PostgreSQL: one serves, and the other when that is gone."""
+"""Two ServeCores with one journal in PostgreSQL: the standby takes over when the active one
+ends."""
 
 import asyncio
 import contextlib
@@ -23,14 +24,14 @@ from tests.e2e.test_journal import HANGS_S, SIM, begin_reads, map_reduce
 from tests.nemesis.link import Link
 from tests.support.postgres import Server
 
-TAKEOVER_S = 30.0  # on a machine that is busy; benchmark/serve/bench_takeover.py measures it
+TAKEOVER_S = 30.0  # For a busy machine. benchmark/serve/bench_takeover.py measures the real time.
 
 
 @contextmanager
 def two_cores(
     address: str, num_engines: int = 0, address_of_first: str | None = None
 ) -> Iterator[tuple[Cluster, Cluster]]:
-    """The one that serves, and its standby."""
+    """Yield an active ServeCore and its standby."""
     core = {"journal": address, "engine_heartbeat_timeout": 10}
     port = free_port("127.0.0.1", set())
     engine = SIM | {"standby_cores": [{"host": "127.0.0.1", "port": port}]}
@@ -56,7 +57,7 @@ async def ask(url: str, method: str = "GET") -> tuple[int, Any, str | None]:
 
 
 async def role(core: Cluster) -> str:
-    """Whether it `serves` or is a `standby`, when it answers."""
+    """Return `serves` or `standby` as soon as the ServeCore answers."""
     async with HttpClient(core.core_url) as http, asyncio.timeout(60):
         while True:
             try:
@@ -71,13 +72,13 @@ async def role(core: Cluster) -> str:
 
 
 async def serving(core: Cluster) -> None:
-    """Return when it is its turn."""
+    """Wait until the ServeCore is active."""
     async with asyncio.timeout(60):
         while await role(core) != "serves":
             await asyncio.sleep(0.02)
 
 
-async def assert_refuses_all_but_health(standby: Cluster) -> None:
+async def assert_rejects_all_requests_except_health(standby: Cluster) -> None:
     assert (await ask(f"{standby.core_url}/health"))[0] == 200
     for method, path in {
         "GET": "/ready",
@@ -87,13 +88,13 @@ async def assert_refuses_all_but_health(standby: Cluster) -> None:
     }.items():
         status, body, retry_after = await ask(f"{standby.core_url}{path}", method)
         assert (status, body["error"]["type"], retry_after) == (503, "standby", "1")
-    # As the clients of others expect errors to look.
+    # The error has the format of the vendor.
     _, body, _ = await ask(f"{standby.core_url}/v1/messages", "POST")
     assert body["type"] == "error"
 
 
-async def assert_says_nothing_of_others(stale: Cluster, serving: Cluster) -> None:
-    """A session that it cannot know is not gone."""
+async def assert_does_not_report_sessions_as_ended(stale: Cluster, serving: Cluster) -> None:
+    """A former active ServeCore must not report sessions of its successor as ended."""
     async with HttpClient(serving.core_url) as http:
         client = ServeClient(http)
         created = await client.create_session()
@@ -107,7 +108,7 @@ async def assert_says_nothing_of_others(stale: Cluster, serving: Cluster) -> Non
 async def test_a_standby_waits_and_takes_over_from_one_that_is_stopped(postgres: Server) -> None:
     with two_cores(postgres.database()) as (first, second):
         await serving(first)
-        await assert_refuses_all_but_health(second)
+        await assert_rejects_all_requests_except_health(second)
         _, ready, _ = await ask(f"{first.core_url}/ready")
         assert ready["error"]["type"] == "no_engine"
         async with HttpClient(first.core_url) as http:
@@ -129,7 +130,7 @@ async def test_a_standby_waits_and_takes_over_from_one_that_is_stopped(postgres:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_program_ends_as_if_nothing_had_happened(
+async def test_a_takeover_does_not_change_the_result_of_a_program(
     signum: signal.Signals, postgres: Server
 ) -> None:
     with two_cores(postgres.database(), 2) as (first, second):
@@ -147,18 +148,18 @@ async def test_a_program_ends_as_if_nothing_had_happened(
                 assert await asyncio.gather(*reads.values()) == expected
                 if signum == signal.SIGSTOP:
                     os.killpg(first.process("core").pid, signal.SIGCONT)
-                with pytest.raises(Unavailable):  # and never an acknowledgement
+                with pytest.raises(Unavailable):  # it must not be acknowledged
                     await late
                 for var_id, text in seen.items():
                     assert await session.get(var_id) == text
-                assert await map_reduce(session) == var_ids  # the calls are the same as before
+                assert await map_reduce(session) == var_ids  # no call was submitted twice
                 info = await client.session_info(session.session_id, session.session_auth)
                 assert [call.state for call in info.calls] == ["done"] * len(var_ids)
             if signum == signal.SIGSTOP:
                 assert await role(first) == "standby"
 
 
-async def test_one_that_cannot_reach_the_database_stands_down(postgres: Server) -> None:
+async def test_a_servecore_that_loses_the_database_becomes_a_standby(postgres: Server) -> None:
     address = postgres.database()
     async with Link(postgres.port) as link:
         through = address.replace(f":{postgres.port}/", f":{link.port}/")
@@ -172,7 +173,7 @@ async def test_one_that_cannot_reach_the_database_stands_down(postgres: Server) 
                 link.stall()
                 async with asyncio.timeout(HANGS_S):
                     await serving(second)
-                    await assert_says_nothing_of_others(first, second)
+                    await assert_does_not_report_sessions_as_ended(first, second)
                     assert await asyncio.gather(*reads.values()) == expected
                     while await role(first) != "standby":
                         await asyncio.sleep(0.05)
@@ -187,7 +188,7 @@ def say(word: P.Input, out: P.Output(P.SamplingConfig(max_gen_length=40))):
     """Say {{word}}: {{out}}"""
 
 
-def test_a_program_of_the_front_end_goes_on(postgres: Server) -> None:
+def test_a_program_of_the_front_end_survives_a_takeover(postgres: Server) -> None:
     with two_cores(postgres.database(), 1) as (first, second):
         vm = P.VirtualMachine(f"{first.core_url},{second.core_url}/v1")
         with vm.running_scope():

@@ -1,4 +1,4 @@
-"""Who shares a computed prefix with whom, and a program of more calls than the queue holds."""
+"""Prefixes are shared within a tenant only, and programs may have more calls than the queue."""
 
 import asyncio
 
@@ -14,7 +14,7 @@ INSTRUCTIONS = "You are a helpful assistant who follows a long list of rules. " 
 
 
 async def ask_once(client: ServeClient, api_key: str, question: str) -> CompletionInfo:
-    """The record of one call, in a session of its own that is over before the next."""
+    """Run one call in a new session, end the session, and return the record of the call."""
     created = await client.create_session(api_key)
     scope = (created.session_id, created.session_auth)
     session = Program(client, *scope)
@@ -25,7 +25,7 @@ async def ask_once(client: ServeClient, api_key: str, question: str) -> Completi
     return info.calls[0]
 
 
-async def test_a_prefix_is_shared_inside_a_tenant_only() -> None:
+async def test_a_prefix_is_shared_within_a_tenant_only() -> None:
     with Cluster(core={"api_keys": ["one", "two"]}, engines=[FAST_SIM]) as cluster:
         async with HttpClient(cluster.core_url) as http:
             client = ServeClient(http)
@@ -41,8 +41,8 @@ async def test_a_prefix_is_shared_inside_a_tenant_only() -> None:
     assert INSTRUCTIONS[:20] not in log
 
 
-async def test_a_crowd_that_fills_an_engine_leaves_another_tenant_s_prefix_there() -> None:
-    """The crowd's calls run, so none of its contexts is idle: only the other tenant's are."""
+async def test_background_calls_do_not_evict_the_prefix_of_another_tenant() -> None:
+    """The background calls are running, so only the other tenant has idle contexts."""
     small = FAST_SIM | {"tokens_capacity": 12_288}
     with Cluster(core={"api_keys": ["crowd", "quiet"]}, engines=[small]) as cluster:
         async with HttpClient(cluster.core_url) as http:
@@ -61,7 +61,7 @@ async def test_a_crowd_that_fills_an_engine_leaves_another_tenant_s_prefix_there
 
 
 def test_a_map_larger_than_the_queue_and_its_reduce() -> None:
-    """One program is not refused for its size."""
+    """A single program may exceed the queue limit."""
     short = P.SamplingConfig(max_gen_length=2)
     with Cluster(engines=[FAST_SIM]) as cluster:
         vm = P.VirtualMachine(cluster.core_url)

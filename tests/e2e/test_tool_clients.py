@@ -1,7 +1,7 @@
 """Agents of other frameworks call a tool of the embedded model, whose template has no tool format.
 
-The first turn must call, since so small a model seldom chooses a tool itself. The second turn gets
-the result, and may call or answer."""
+The first turn requires a call, because such a small model rarely chooses a tool by itself. The
+second turn gets the result, and may call or answer."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def test_a_call_its_result_and_its_prefix(embedded_cluster: Cluster) -> None:
 
 
 def test_auto_is_text_or_a_call(embedded_cluster: Cluster) -> None:
-    """Whatever is sampled: a call fits its schema, and an answer is streamed as it comes."""
+    """A sampled call matches its schema, and an answer is streamed."""
     client = client_of(embedded_cluster)
     for seed in range(3):
         stream = client.chat.completions.create(
@@ -184,7 +184,7 @@ MAIL_CHOICE: Any = {"type": "function", "function": {"name": "mail"}}
 
 
 async def test_a_required_call_ends_within_the_limit(embedded_cluster: Cluster) -> None:
-    """The model repeats itself in strings and arrays that their schema does not bound."""
+    """The model repeats itself in strings and arrays for which the schema has no length limit."""
     url = f"{embedded_cluster.core_url}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="any", max_retries=0) as client:
         answers = await asyncio.gather(

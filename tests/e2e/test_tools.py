@@ -1,5 +1,5 @@
-"""Forced calls of tools by the embedded model, with a chat template of its family that shows tools:
-whatever so small a model would say, the calls are well-formed."""
+"""Required tool calls by the embedded model are valid, although the model is small. The chat
+template is that of its model family with support for tools."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ async def post(cluster: Cluster, path: str, body: Any) -> Any:
 
 
 def check(name: str, arguments: str | dict[str, Any]) -> None:
-    """Raise if it is no call of one of the tools."""
+    """Raise an error if the call does not match one of the tools."""
     schemas = {tool["name"]: tool["parameters"] for tool in (WEATHER, CLOCK)}
     given = json.loads(arguments) if isinstance(arguments, str) else arguments
     jsonschema.validate(given, schemas[name])
@@ -114,7 +114,7 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def answers(cluster: Cluster) -> dict[str, Any]:
-    """All requests at once: together they take few more steps than the longest."""
+    """Send all requests in parallel. Together they need few more steps than the longest one."""
     made = await asyncio.gather(*(post(cluster, path, body) for path, body in REQUESTS.values()))
     return dict(zip(REQUESTS, made, strict=True))
 

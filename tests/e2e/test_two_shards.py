@@ -1,4 +1,4 @@
-"""Two ServeCores that share sessions out, each with engines of its own."""
+"""Two ServeCores as shards, which divide the sessions and have separate engines."""
 
 import asyncio
 import threading
@@ -22,7 +22,7 @@ LEASE_S = 2
 
 @asynccontextmanager
 async def two_shards(folder: Path | None = None) -> AsyncIterator[tuple[Cluster, Cluster]]:
-    """Each has two engines. `folder`: of their journals."""
+    """Run two shards with two engines each. `folder` is the folder of their journals."""
     ports = [free_port(HOST, set())]
     ports.append(free_port(HOST, set(ports)))
     cores = [f"http://{HOST}:{port}" for port in ports]
@@ -41,7 +41,7 @@ async def two_shards(folder: Path | None = None) -> AsyncIterator[tuple[Cluster,
         yield first, second
 
 
-async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> None:
+async def test_the_end_of_a_shard_does_not_affect_programs_of_the_other() -> None:
     async with (
         two_shards() as (first, second),
         HttpClient(first.core_url) as there,
@@ -57,7 +57,7 @@ async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> No
         first.kill("core")
         assert await asyncio.gather(*reads) == expected
         for read in lost:
-            with suppress(Unavailable):  # some had ended
+            with suppress(Unavailable):  # reads that had ended succeed
                 await read
         first.restart("core")
         again = await persistently(begin, ServeClient(there))
@@ -66,7 +66,7 @@ async def test_programs_of_both_run_and_the_end_of_one_is_not_the_others() -> No
         assert {call.state for call in info.calls} == {"done"}
 
 
-async def test_no_read_of_either_fails_while_every_server_is_restarted_in_turn(
+async def test_no_read_fails_while_all_servers_are_restarted_in_turn(
     tmp_path: Path,
 ) -> None:
     over, answers = threading.Event(), ([], [])

@@ -1,5 +1,5 @@
-"""Work that nobody wants any more stops at the engine within one step and frees its memory, over
-real HTTP, however its reader went."""
+"""When the last reader of a call disconnects, cancels or times out, the engine stops its work
+within one step and frees its memory. Real HTTP."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
@@ -14,8 +14,8 @@ from parrot.protocol.http import HttpClient
 from parrot.protocol.serve_client import ServeClient
 from tests.e2e.programs import Program, program
 
-# A step is long beside what an exchange takes, also on a busy machine. An abort that comes during a
-# step takes effect after it, and so does one that comes just before it begins.
+# A step takes much longer than a request, even on a busy machine. An abort that arrives during a
+# step, or just before it, takes effect after the step.
 STEP_S = 0.15
 SLOW_SIM = {"engine_type": "sim", "instance": {"step_s": STEP_S}}
 MAX_STEPS = 2
@@ -43,7 +43,7 @@ async def session(slow_cluster: Cluster) -> AsyncIterator[Program]:
 
 
 async def until_running(engine: EngineClient, num_jobs: int) -> RuntimeInfo:
-    """Wait for so many jobs; the engine's state then."""
+    """Wait until the engine has `num_jobs` jobs, and return its state."""
     async with asyncio.timeout(60):
         while (info := await engine.ping()).num_total_jobs != num_jobs:
             await asyncio.sleep(0.005)
@@ -55,7 +55,7 @@ async def endless(session: Program, text: str = "Go on") -> str:
 
 
 async def assert_stops(engine: EngineClient, *, all_is_free: bool = True) -> None:
-    """From now on, and with `all_is_free` nothing of it is kept."""
+    """Check that the engine stops its work, and with `all_is_free` also frees all memory."""
     before = await engine.ping()
     after = await until_running(engine, 0)
     assert after.num_steps - before.num_steps <= MAX_STEPS
@@ -77,30 +77,30 @@ async def test_a_reader_that_disconnects(session: Program, engine: EngineClient)
     await assert_stops(engine)
 
 
-async def test_a_stream_that_is_left(session: Program, engine: EngineClient) -> None:
+async def test_a_stream_that_is_abandoned(session: Program, engine: EngineClient) -> None:
     async with program(session.client) as own:
         stream = own.stream(await endless(own))
         assert await anext(stream)
         await stream.aclose()  # type: ignore[attr-defined]
-        await assert_stops(engine, all_is_free=False)  # who reads on goes on where it stopped
+        await assert_stops(engine, all_is_free=False)  # kept in case the reader comes back
     await until_all_is_free(engine)
 
 
 async def test_a_read_that_timed_out(session: Program, engine: EngineClient) -> None:
     with pytest.raises(TimedOut):
         await session.get(await endless(session), timeout_s=0.3)
-    await until_running(engine, 0)  # when the grace for those who read again is over
+    await until_running(engine, 0)  # after the grace period for a repeated read
     await until_all_is_free(engine)
 
 
-async def test_a_cancelled_variable_with_what_feeds_it_and_what_it_feeds(
+async def test_a_cancelled_variable_stops_its_producers_and_consumers(
     session: Program, engine: EngineClient
 ) -> None:
     first = await endless(session)
     second = await session.call("Then {{x}} {{out}}", variables={"x": first})
     read = asyncio.create_task(session.get(second, timeout_s=None))
     await until_running(engine, 1)
-    await session.cancel(second)  # the only one who wanted the first
+    await session.cancel(second)  # the only consumer of the first
     with pytest.raises(Cancelled):
         await read
     await assert_stops(engine)
@@ -140,7 +140,7 @@ async def test_the_losers_of_a_race(session: Program, engine: EngineClient) -> N
     assert after.num_steps - before.num_steps <= MAX_STEPS
 
 
-async def test_a_shared_run_lasts_as_long_as_somebody_wants_it(
+async def test_a_shared_run_continues_while_it_has_a_reader(
     session: Program, engine: EngineClient
 ) -> None:
     var_ids = [await session.call("Same {{out}}", ENDLESS, reuse=True) for _ in range(3)]

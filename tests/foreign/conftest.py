@@ -1,4 +1,4 @@
-"""A foreign server and a cluster with one engine in front of it, each shared by all tests."""
+"""A server of another project, and a cluster with one engine for it. All tests share both."""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def start_server(kind: type[Server], folder: Path, **options: Any) -> Server:
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ForeignServer]:
-    """One at a time: each holds a model."""
+    """Run one server at a time, because each needs memory for a model."""
     started = start_server(KINDS[request.param], tmp_path_factory.mktemp("foreign"))
     yield started
     started.end()
@@ -38,7 +38,7 @@ def server(
 
 @pytest.fixture(scope="package")
 def cluster(server: ForeignServer) -> Iterator[Cluster]:
-    """Without reuse: what is asked twice must be computed twice."""
+    """A cluster without reuse of results, so that repeated requests are computed again."""
     core = {"global_scheduler": {"reuse_results": False}}
     with Cluster(core=core, engines=[engine_config(server)]) as running:
         yield running

@@ -1,4 +1,4 @@
-"""Servers of other makers with the embedded model, as processes behind ServeCore.
+"""Servers of other projects with the embedded model, as processes.
 
 Each needs an interpreter that has the server installed, named by an environment variable:
 
@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 @dataclass
 class ForeignServer:
-    """A server of the embedded model on a port of its own; it logs to `folder`."""
+    """A server of the embedded model on its own port. It logs to `folder`."""
 
     python: str
     folder: Path
@@ -52,11 +52,11 @@ class ForeignServer:
         return {}
 
     def is_working(self) -> bool:
-        """Whether it computes anything now."""
+        """Whether the server is computing now."""
         raise NotImplementedError
 
     def start(self) -> None:
-        """Return when it answers."""
+        """Start the server, and wait until it answers."""
         env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -64,7 +64,7 @@ class ForeignServer:
                 env=env | self.environment(),
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # so that the server's own children end with it
+                start_new_session=True,  # so that `end` also ends its children
             )
         until = time.monotonic() + _START_S
         while not self._answers():
@@ -73,7 +73,7 @@ class ForeignServer:
             time.sleep(_LOOK_S)
 
     def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """End it and its children, at once unless told otherwise."""
+        """End the server and its children with a signal."""
         if self.process is not None:
             os.killpg(self.process.pid, how)
             self.process.wait()
@@ -82,7 +82,7 @@ class ForeignServer:
     def wait_until_idle(self) -> None:
         until = time.monotonic() + _IDLE_WITHIN_S
         while self.is_working():
-            assert time.monotonic() < until, "it goes on computing"
+            assert time.monotonic() < until, "the server is still computing"
             time.sleep(_LOOK_S)
 
     def _answers(self) -> bool:
@@ -94,7 +94,7 @@ class ForeignServer:
 
 
 class LlamaCppPython(ForeignServer):
-    """It has no metrics: it works while it uses the processor."""
+    """llama-cpp-python. It has no metrics, so it counts as working while it uses CPU time."""
 
     variable = "PARROT_LLAMA_CPP_PYTHON"
 
@@ -116,7 +116,7 @@ class LlamaCppPython(ForeignServer):
 
 @dataclass
 class Vllm(ForeignServer):
-    """`metric` reads one of its metrics. `num_blocks`: of its KV cache; None: as it likes."""
+    """vLLM. `num_blocks` is the size of its KV cache; None means its default."""
 
     num_blocks: int | None = None
 

@@ -1,4 +1,4 @@
-"""Programs on two vLLM servers whose caches hold only some of their beginnings."""
+"""Programs on two vLLM servers whose caches hold only some of the programs' prefixes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,8 +13,8 @@ from tests.foreign.test_foreign_engines import HITS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-BLOCK = 128  # tokens: vLLM's on a CPU
-NUM_BLOCKS = 18  # of each server: the least for sequences of 2,048 tokens is 16
+BLOCK = 128  # Tokens of a block of vLLM on a CPU.
+NUM_BLOCKS = 18  # Blocks of each server. Sequences of 2,048 tokens need at least 16.
 NUM_PROGRAMS = 4
 NUM_TURNS = 4
 
@@ -33,7 +33,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Vllm]]:
 
 
 async def ask(http: aiohttp.ClientSession, program: int, turn: int) -> int:
-    """The number of tokens of its prompt."""
+    """Send a turn of a program, and return the number of its prompt tokens."""
     beginning = f"You are program {program}, which knows a lot about parrots. " * 60
     body: dict[str, Any] = {
         "model": MODEL,
@@ -51,10 +51,10 @@ async def ask(http: aiohttp.ClientSession, program: int, turn: int) -> int:
     return num_tokens
 
 
-async def test_each_program_keeps_to_the_server_that_has_its_beginning(
+async def test_each_program_stays_at_the_server_with_its_prefix(
     servers: list[Vllm],
 ) -> None:
-    """They ask in turn, so that neither server is ever busy."""
+    """The programs take turns, so load does not influence the placement."""
     num_reusable = 0
     hits = sum(server.metric(HITS) for server in servers)
     with Cluster(engines=[engine_config(server) for server in servers]) as cluster:

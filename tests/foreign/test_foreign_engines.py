@@ -1,4 +1,4 @@
-"""Programs on servers of other makers, by ServeCore and the openai engine."""
+"""Programs on servers of other projects, with ServeCore and the openai engine."""
 
 import asyncio
 import json
@@ -22,10 +22,10 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
 PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for day in range(3))
 COUNTING = "One, two, three, four, five, six, seven,"
-LONG = 1500  # tokens: long enough to be found at work
+LONG = 1500  # Tokens of an output that is long enough to be observed while it runs.
 HITS = "vllm:prefix_cache_hits_total"
 OTHERS = "parrot_engine_server_requests_of_others{"
-BY_LENGTH = {"logit_bias": {"2": -100}}  # the token that ends a text
+BY_LENGTH = {"logit_bias": {"2": -100}}  # excludes the token that ends a text
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 12}, "large": {"type": "boolean"}},
@@ -67,7 +67,7 @@ async def events(http: Any, body: Any) -> AsyncIterator[Any]:
 
 
 async def own_text(server: ForeignServer, body: Any) -> str:
-    """What the server answers without Parrot."""
+    """Return the server's own answer, without Parrot."""
     async with aiohttp.ClientSession(server.url) as http:
         return await text_of(http, body)
 
@@ -98,7 +98,7 @@ def test_example_programs_run_to_their_end(
 async def test_the_text_is_the_servers_own(
     http: aiohttp.ClientSession, server: ForeignServer
 ) -> None:
-    """Whole, streamed, and beside others that the server gets at the same time."""
+    """Texts are the same whole, streamed, and in parallel with other requests."""
     alone = await own_text(server, completion())
     assert await text_of(http, completion()) == alone
     deltas = [event["choices"][0]["text"] async for event in events(http, completion())]
@@ -109,8 +109,8 @@ async def test_the_text_is_the_servers_own(
 
 
 async def test_streams_at_the_same_time_are_all_complete(http: aiohttp.ClientSession) -> None:
-    """Not compared with what each gives alone: servers round otherwise with another cache. Not by
-    chunks either: a busy server puts several tokens into one."""
+    """The texts are not compared with those of single requests, because rounding depends on the
+    cache. Chunks are not counted, because a busy server sends several tokens per chunk."""
 
     async def streamed(number: str) -> tuple[int, str]:
         body = completion(f"{COUNTING} eight, the number after {number} is") | BY_LENGTH
@@ -134,7 +134,7 @@ async def test_usage_is_counted(http: aiohttp.ClientSession) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_client_that_leaves_stops_the_work(
+async def test_a_client_that_disconnects_stops_the_work(
     http: aiohttp.ClientSession, server: ForeignServer, stream: bool
 ) -> None:
     body = completion(f"{COUNTING} {stream}", max_tokens=LONG) | BY_LENGTH
@@ -151,11 +151,11 @@ async def test_a_client_that_leaves_stops_the_work(
     await asyncio.to_thread(server.wait_until_idle)
 
 
-async def test_a_killed_server_gives_an_error_or_the_whole_text(
+async def test_a_killed_server_causes_an_error_or_the_whole_text(
     http: aiohttp.ClientSession, server: ForeignServer
 ) -> None:
-    """Killed in the middle of an answer that is streamed while another one waits or runs, and
-    started again: both end, with an error or a text that goes on where it was broken off."""
+    """The server is killed during a stream and another request, and started again. Both requests
+    end with an error, or with a text that continues where it was interrupted."""
     begins = (await own_text(server, completion(max_tokens=100)))[:40]
     body = completion(max_tokens=100) | BY_LENGTH
     seen = events(http, body | {"stream_options": {"include_usage": True}})
@@ -180,7 +180,7 @@ async def test_a_killed_server_gives_an_error_or_the_whole_text(
     assert (await text_of(http, completion())).startswith(begins[:20])
 
 
-async def test_a_common_beginning_is_reported_as_cached(
+async def test_a_common_prefix_is_reported_as_cached(
     http: aiohttp.ClientSession, server: ForeignServer
 ) -> None:
     beginning, cached, num_prompt = PARAGRAPHS + "\n\n", list[int](), 0
@@ -193,7 +193,7 @@ async def test_a_common_beginning_is_reported_as_cached(
         assert all(tokens > 0.8 * num_prompt for tokens in cached[1:]), (cached, num_prompt)
         assert server.metric(HITS) - hits >= sum(cached[1:])
     else:
-        assert cached == [0, 0, 0], "it reports none"
+        assert cached == [0, 0, 0], "the server reports no cached tokens"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ async def test_a_common_beginning_is_reported_as_cached(
     [
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
-            # llama-cpp-python's grammar allows line ends in strings.
+            # The grammar of llama-cpp-python allows line breaks in strings.
             lambda text: set(json.loads(text, strict=False)) == {"city", "large"},
         ),
         ({"guided_choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
@@ -234,7 +234,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 async def test_a_conversation_is_rendered_by_the_server(
     http: aiohttp.ClientSession, server: ForeignServer
 ) -> None:
-    """By the model's own template: the answer is the one without Parrot."""
+    """Chats use the model's own template, so the answer is the same as without Parrot."""
     async with aiohttp.ClientSession(server.url) as direct:
         _, own = await answer(direct, chat(), "/v1/chat/completions")
     status, payload = await answer(http, chat(), "/v1/chat/completions")
@@ -285,7 +285,7 @@ async def test_embeddings_of_a_model_that_the_server_only_generates_with(http: A
 
 
 async def test_log_probabilities_of_a_prompt(http: Any) -> None:
-    """As harnesses ask for them, with a text as the prompt."""
+    """The request is that of evaluation harnesses, with a text as the prompt."""
     body = {"model": MODEL, "prompt": "The capital of France is Paris", "echo": True}
     status, payload = await answer(http, body | {"max_tokens": 0, "logprobs": 1}, "/v1/completions")
     assert status == 200, payload
@@ -300,9 +300,9 @@ async def test_log_probabilities_of_a_prompt(http: Any) -> None:
 async def test_what_others_ask_of_the_server_is_known(
     cluster: Cluster, server: ForeignServer
 ) -> None:
-    """Once a heartbeat has read it, and as long as it lasts."""
+    """The load of other clients is known after a heartbeat, as long as it lasts."""
     if not isinstance(server, Vllm):
-        pytest.skip("needs a foreign server that tells its load")
+        pytest.skip("needs a foreign server that reports its load")
 
     async def num_others() -> float:
         metrics = await engine.text("/metrics", limit=2**20, timeout_s=30)
@@ -320,5 +320,5 @@ async def test_what_others_ask_of_the_server_is_known(
             for task in asking:
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
-            while await num_others():  # noqa: ASYNC110 - it is another process
+            while await num_others():  # noqa: ASYNC110 - the state of another process
                 await asyncio.sleep(0.5)

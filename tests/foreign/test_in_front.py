@@ -1,4 +1,4 @@
-"""ServeCore in front of servers of other makers, without an engine process."""
+"""ServeCore in front of servers of other projects, without an engine process."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -43,7 +43,7 @@ async def until_served(url: str) -> None:
     ],
 )
 async def test_a_limit_above_the_context_does_not_matter(http: Any, path: str, body: Any) -> None:
-    """No limit, or one that is larger than the 2,048 tokens of the server."""
+    """A missing limit, or one above the server's 2,048 tokens, works."""
     status, payload = await answer(http, {"model": MODEL} | body, path)
     assert status == 200, payload
 
@@ -54,7 +54,7 @@ async def test_a_prompt_that_is_too_long_is_named(http: Any) -> None:
 
 
 async def test_a_long_answer_is_not_cut_off(http: Any, server: ForeignServer) -> None:
-    """It takes longer than the 10 s between two readings of the server's models."""
+    """The answer takes longer than the 10 s between two requests for the server's models."""
     if not isinstance(server, LlamaCppPython):
         pytest.skip("only llama-cpp-python cuts off answers")
     body = completion(max_tokens=1200) | BY_LENGTH

@@ -1,15 +1,18 @@
-"""Random traces against the builtin engine: everybody gets what he gets alone, and nothing is left.
+"""Fuzz the builtin engine: each request of a random trace gets the answer that it gets alone.
 
     python -m tests.fuzz --hours 1 --output benchmark/results/fuzz.json
 
-A trace forks, fills, generates (greedy, drawn, penalized, constrained, with stop strings, log
-probabilities and drafts), streams, cancels, frees, and breaks steps and copies, on a tiny model in
-float32 with little room. Every answer is compared with that of the same request alone in a fresh
-engine, and blocks are recounted after each step. Of eight traces one is played through HTTP, and
-one once more without those who disturb: `slowness` tells how many times more steps the others took
-than alone, with them and without; with them it may be at most half as much again (p99). What fails
-is made as short as it gets, and printed; put it into tests/fuzz/found.json, and CI plays it.
-`--level serve` plays stories through ServeCore instead.
+A trace forks, fills, generates (greedy, sampled, penalized, constrained, with stop strings, log
+probabilities and drafts), streams, cancels, frees, and breaks steps and copies. The engine has a
+tiny float32 model and few blocks. Each answer is compared with that of the same request in a fresh
+engine. After each step, the blocks are recounted.
+
+One of eight traces runs through HTTP. Another one of eight runs a second time without cancellations
+and faults. `slowness` is the number of steps of a request over the number that it takes alone, with
+and without these disturbances. At the 99th percentile, they may increase it by 50%.
+
+Failing traces are shortened and printed. Add them to tests/fuzz/found.json, so that CI runs them.
+`--level serve` runs random programs through ServeCore instead.
 """
 
 import argparse
@@ -36,11 +39,12 @@ from tests.fuzz.traces import Trace
 EVERY = 8
 _SAVE_EVERY = 100
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
-_ENOUGH, _MOST = 500, 1.5  # requests that tell; and how much longer they may wait
+# Minimum number of requests to compare, and the greatest ratio of their slowness.
+_ENOUGH, _MOST = 500, 1.5
 
 
 class Hunt:
-    """Traces by their seeds, and what came of them."""
+    """Runs traces by seed, and collects the results."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -98,13 +102,13 @@ class Hunt:
 
 
 def _fails_so(trace: Trace, failure: str) -> bool:
-    """In the same way, as its last line begins."""
+    """Whether the trace fails with the same kind of error."""
     found = try_trace(trace).failure
     return found is not None and _kind(found) == _kind(failure)
 
 
 def _kind(failure: str) -> str:
-    """The beginning of the last line, up to the first number."""
+    """Return the last line of the error up to its first number."""
     last = next(line for line in failure.splitlines()[::-1] if line and not line.startswith(" "))
     return "".join(c if not c.isdigit() else "0" for c in last[:40]).partition("0")[0]
 
@@ -117,14 +121,14 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--level", choices=("engine", "serve"), default="engine")
-    parser.add_argument("--seed", type=int, default=0, help="the first")
-    parser.add_argument("--traces", type=int, help="so many at most")
+    parser.add_argument("--seed", type=int, default=0, help="first seed")
+    parser.add_argument("--traces", type=int, help="maximum number of traces")
     parser.add_argument("--hours", type=float, default=1.0)
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
-    logging.disable(logging.ERROR)  # broken steps are logged
+    logging.disable(logging.ERROR)  # deliberately broken steps log errors
     report.uses("drawing", Path(drawing.__file__))
     hunt, began = Hunt(), time.monotonic()
     one = hunt.engine if args.level == "engine" else hunt.serve

@@ -1,4 +1,4 @@
-"""A request alone in a fresh engine."""
+"""Run a single request in a fresh engine."""
 
 import random
 from array import array
@@ -17,14 +17,14 @@ from tests.fuzz.traces import Ask, Setup
 
 @dataclass
 class Alone:
-    """What the request gets, and in how many steps."""
+    """The outcome of the request, and its number of steps."""
 
     outcome: Response | ParrotError
     num_steps: int
 
 
 def alone(setup: Setup, ask: Ask, prompt: Text, chunk: int | None = None) -> Alone:
-    """All that is before its output comes in one piece, and is computed `chunk` tokens a step."""
+    """Run a request with its whole prompt as one piece. Each step prefills `chunk` tokens."""
     piece = traces.Piece(ask.pieces[-1].context, prompt)
     only = Ask(ask.number, (piece,), ask.sampling, read=ask.read)
     core, _ = make_core(calm(setup, chunk))
@@ -41,8 +41,8 @@ def alone(setup: Setup, ask: Ask, prompt: Text, chunk: int | None = None) -> Alo
 
 
 def echo(setup: Setup, asked: Asked) -> Sequence[Text]:
-    """Drafts of what the request will get, nearly: with a token more or less now and then. None if
-    what it continues is not known yet."""
+    """Return a draft that is nearly the output of the request: some tokens are missing or added.
+    Empty if the prompt is not known yet."""
     prompt = asked.prompt()
     if not prompt:
         return ()

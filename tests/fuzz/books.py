@@ -1,4 +1,4 @@
-"""What a trace's contexts hold, worked out from its requests alone, and who may fail."""
+"""Compute from the requests of a trace what its contexts hold, and which requests may fail."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ Text = tuple[int, ...]
 
 @dataclass(eq=False)
 class Line:
-    """A context. It takes `length` tokens of its parent; None: what the parent's first `mark`
-    pieces make."""
+    """A context. It begins with the first `length` tokens of its parent. If `length` is None, it
+    begins with the parent's first `mark` pieces."""
 
     context: int
     parent: "Line | None"
@@ -25,13 +25,13 @@ class Line:
     def text(
         self, num_pieces: int | None = None, as_if: "Asked | None" = None
     ) -> tuple[Text, bool]:
-        """The tokens that its first pieces make, as far as they are known; and whether these are
-        all. `as_if`: this request's pieces count, too, even if it has failed."""
+        """Return the known tokens of the first pieces, and whether these are all tokens. Pieces of
+        the request `as_if` count even if it has failed."""
         found: Text = ()
         if self.parent is not None:
             creator = self.pieces[0][0]
             if creator.response is None and creator is not as_if:
-                return (), False  # the fork may have been given up, or made with less
+                return (), False  # the fork may not exist, or may have fewer tokens
             mark = self.mark if self.length is None else None
             found, is_whole = self.parent.text(mark, as_if)
             if self.length is None:
@@ -58,7 +58,7 @@ class Line:
 
 @dataclass(eq=False)
 class Asked:
-    """A request, the sink of what comes, and how many steps it took. `excuse`: why it may fail."""
+    """A request with its answers and steps. If it may fail, `excuse` says why."""
 
     ask: Ask
     lines: list[Line]
@@ -82,7 +82,7 @@ class Asked:
             self.response = outcome
 
     def prompt(self) -> Text | None:
-        """All before its output; None if that is not known."""
+        """Return all tokens before the output, or None if they are not known."""
         line, last = self.lines[-1], self.ask.pieces[-1]
         at = next(i for i, (_, piece) in enumerate(line.pieces) if piece is last)
         found, is_whole = line.text(at)
@@ -98,7 +98,8 @@ class Books:
         self._all: list[Line] = []
 
     def enter(self, ask: Ask) -> Asked | None:
-        """None for a request that names what there is not: its trace was shortened."""
+        """Record a request. Returns None for a request that names an unknown context, which is
+        possible in a shortened trace."""
         made: dict[int, Line] = {}
         lines = []
         for piece in ask.pieces:
@@ -122,7 +123,7 @@ class Books:
         return asked
 
     def refused(self, line: Line) -> None:
-        """The context was never made: whoever names it makes it."""
+        """Forget a context that was never created. The next request that names it creates it."""
         if self.lines.get(line.context) is line:
             del self.lines[line.context]
 
@@ -131,7 +132,7 @@ class Books:
             asked.excuse = "cancelled"
 
     def freed(self, contexts: Iterable[int]) -> None:
-        """Whoever has to do with them and runs may fail."""
+        """Excuse all running requests on these contexts or their forks."""
         gone = {line for context in contexts if (line := self.lines.pop(context, None))}
         for line in self._all:
             if gone.isdisjoint(line.lineage()):

@@ -1,4 +1,4 @@
-"""What every request of a trace must have got: what it gets alone in a fresh engine."""
+"""Check that each request of a trace got the answer that it gets alone in a fresh engine."""
 
 import json
 import re
@@ -35,9 +35,11 @@ _TOLERANCE = 2e-3
 
 
 class Checker:
-    """Checks a trace's answers. `slowness`: for each request that nobody interfered with, how many
-    times more steps it took than alone. `num_rounded`: outputs that differ as they also do between
-    two ways to cut up the same prompt alone."""
+    """Checks the answers of a trace.
+
+    `slowness` is the number of steps of a request over the number that it takes alone. It contains
+    requests without an excuse only. `num_rounded` counts outputs that differ by rounding: the same
+    request alone has this output with another chunk size."""
 
     def __init__(self, setup: Setup, books: Books) -> None:
         self._setup = setup
@@ -95,7 +97,7 @@ class Checker:
         return False
 
     def _prompts(self, asked: Asked) -> list[Text | None]:
-        """What each of its contexts holds behind its pieces."""
+        """Return the tokens of each context of the request, including its pieces."""
         found: list[Text | None] = []
         for line, piece in zip(asked.lines, asked.ask.pieces, strict=True):
             at = next(i for i, (_, other) in enumerate(line.pieces) if other is piece)
@@ -139,14 +141,14 @@ class Checker:
 
 
 def _was_short(line: Line) -> bool:
-    """Whether its parent had less than it wants when it was forked; others may have added more."""
+    """Whether its parent had too few tokens at the fork. Other requests may have added more."""
     if line.parent is None or line.length is None:
         return False
     return len(line.parent.text(line.mark)[0]) < line.length
 
 
 def _check_output(sampling: dict[str, Any], response: GenerateResponse) -> None:
-    """What must hold of an output whatever the engine does, alone too."""
+    """Check invariants of an output that do not depend on the engine's answer to a lone request."""
     text, count = response.generated_text, len(response.generated_ids)
     assert 0 < count <= sampling["max_gen_length"], response
     stops = sampling.get("stop_str") or ()
@@ -182,7 +184,7 @@ def _are_equal(one: object, other: object) -> bool:
 
 
 def _are_near(one: Logprobs | None, other: Logprobs | None) -> bool:
-    """Of tokens that are equally likely, either may be the first."""
+    """Compare log probabilities. Tokens of equal probability may be in any order."""
     if one is None or other is None:
         return one is other
     if one.width != other.width or len(one) != len(other):

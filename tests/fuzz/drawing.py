@@ -1,4 +1,4 @@
-"""Drawing a trace: from a seed, always the same one."""
+"""Draw a random trace from a seed. The same seed gives the same trace."""
 
 import random
 from typing import Any
@@ -96,7 +96,7 @@ class _Draw:
             self.ops.append(Act("free", contexts=tuple(chosen)))
 
     def _about(self, kind: Any) -> None:
-        """Rather one of the last requests: the others have ended."""
+        """Add an action on one of the last requests, since earlier ones have probably ended."""
         if self.num_asked:
             last = self.rng.choice([1, 4, 12])
             first = max(1, self.num_asked - last + 1)
@@ -146,7 +146,7 @@ class _Draw:
         return self.next_context
 
     def _text(self, length: int) -> tuple[int, ...]:
-        """Letters that repeat themselves."""
+        """Return letters with repetitions."""
         rng = self.rng
         found: list[int] = []
         while len(found) < length:

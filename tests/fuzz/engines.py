@@ -1,4 +1,4 @@
-"""Engine cores on a tiny model in float32, whose steps and copies misbehave as a trace wants it."""
+"""Engine cores with a tiny float32 model, whose steps and copies fail as a trace prescribes."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ EAGER_GATE = GateConfig(
 
 @dataclass
 class VirtualClock:
-    """Time that steps take."""
+    """A clock that only steps advance."""
 
     seconds: float = 0.0
 
@@ -64,7 +64,7 @@ def model() -> Decoder:
 
 @cache
 def language() -> Language:
-    """Without grammars: requests to a core bring their constraints along."""
+    """Return the tokenizer without grammars, since requests to a core contain their constraints."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = open_checkpoint(str(make_tiny_model(Path(folder) / "tiny")))
         return Language.of(checkpoint.load_tokenizer())
@@ -78,7 +78,7 @@ def grammars() -> GrammarCompiler:
 
 @cache
 def _compiler() -> tuple[GrammarCompiler, asyncio.AbstractEventLoop]:
-    """With an event loop of its own, since the caller may be called from one."""
+    """Return a compiler with its own event loop, since the caller may run in another one."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="grammars", daemon=True).start()
     return grammars(), loop
@@ -96,8 +96,8 @@ class PoisonedStep(Exception):
 
 
 class FuzzedRunner:
-    """A `ModelRunner` that also has all that a device has. A launched step runs at once, and only
-    its tokens are kept back until it is waited for."""
+    """A `ModelRunner` with the interface of a GPU runner. A launched step runs at once, but its
+    tokens are available only after `wait`."""
 
     def __init__(self, setup: Setup, clock: VirtualClock) -> None:
         self._runner = ModelRunner(
@@ -128,14 +128,14 @@ class FuzzedRunner:
         if self.breaks_next:
             self.breaks_next = False
             self._spoil(plan)
-            raise RuntimeError("this step was to break")
+            raise RuntimeError("this step must fail")
         if any(self._setup.poison in sequence.token_ids for sequence in plan.sequences):
             self._spoil(plan)
             raise PoisonedStep
         return self._runner.run(plan)
 
     def _spoil(self, plan: StepPlan) -> None:
-        """Leave wrong KV where the step was to write."""
+        """Write wrong KV to the slots of the failed step."""
         wrong = [s._replace(token_ids=[0] * len(s.token_ids), sample=None) for s in plan.sequences]
         self._runner.run(StepPlan(tuple(s._replace(read=None) for s in wrong), plan.copies))
 
@@ -145,7 +145,7 @@ class FuzzedRunner:
         assert previous is None or isinstance(previous, Launched)
         known = tuple(_with_token(sequence, previous) for sequence in plan.sequences)
         if any(sequence is None for sequence in known):
-            raise RuntimeError("the step before has failed")
+            raise RuntimeError("the previous step has failed")
         self.num_launched += 1
         sequences = tuple(sequence for sequence in known if sequence is not None)
         try:
@@ -176,7 +176,7 @@ class Launched:
     result: StepResult | Exception
 
     def wait_until_due(self) -> None:
-        """It is due at once."""
+        """Return at once: the step has already run."""
 
     def wait(self) -> StepResult:
         if isinstance(self.result, Exception):
@@ -184,7 +184,7 @@ class Launched:
         return self.result
 
     def token(self, context_id: int) -> int | None:
-        """The token that it has sampled for a context; None if it has failed."""
+        """Return the sampled token of a context, or None if the step has failed."""
         if isinstance(self.result, Exception):
             return None
         for sequence in self.plan.sequences:
@@ -194,8 +194,8 @@ class Launched:
 
 
 def _with_token(sequence: SequenceStep, previous: Launched | None) -> SequenceStep | None:
-    """As the step will be once the one before has ended; None if that fails. What the core keeps
-    in its lists must not be seen to grow."""
+    """Return the sequence with the token of the previous step, or None if that step has failed.
+    Lists are copied, because the core appends to its own later."""
     ids, spec = list(sequence.token_ids), sequence.sample
     output = [] if spec is None else list(spec.output_ids)
     context = [] if spec is None else list(spec.context_ids)
@@ -216,7 +216,7 @@ def _with_token(sequence: SequenceStep, previous: Launched | None) -> SequenceSt
 
 
 def _with_constraint(spec: Any, output: list[int]) -> Any:
-    """Without the constraint if the output has ended."""
+    """Return the spec without its constraint if the output has ended."""
     try:
         masked = spec.constraint.is_masked(len(output), output[-1])
     except InvalidRequest:
@@ -250,7 +250,7 @@ def make_core(setup: Setup, speech: Language | None = None) -> tuple[EngineCore,
 
 
 def calm(setup: Setup, chunk: int | None = None) -> Setup:
-    """An engine of the same limits that does nothing clever."""
+    """Return a setup with the same limits, but without optional features."""
     plain = Setup(
         num_blocks=setup.num_blocks,
         block_size=setup.block_size,

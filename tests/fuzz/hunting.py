@@ -1,4 +1,4 @@
-"""Trying a trace, and making one that fails as short as it gets."""
+"""Run a trace, and shorten a failing trace."""
 
 import traceback
 from collections.abc import Callable, Sequence
@@ -9,12 +9,12 @@ from tests.fuzz.play import Counts, Play
 from tests.fuzz.traces import Ask, Op, Setup, Trace
 
 _DISTURBING = frozenset({"cancel", "free", "leave", "fault", "reset"})
-_TRIES = 400  # of one shrinking
+_TRIES = 400  # Maximum number of runs to shorten one trace.
 
 
 @dataclass
 class Tried:
-    """`failure`: what was found; None: nothing. `slowness`: by request, see `Checker`."""
+    """The result of a trace. `failure` is a traceback, or None. See `Checker` for `slowness`."""
 
     failure: str | None = None
     counts: Counts = field(default_factory=Counts)
@@ -32,7 +32,7 @@ def try_trace(trace: Trace) -> Tried:
         checker.check()
         for following in play.followings:
             checker.check_following(following)
-    except Exception:  # noqa: BLE001 - whatever it is, it was found
+    except Exception:  # noqa: BLE001 - any exception is a finding
         tried.failure = traceback.format_exc()
         return tried
     tried.counts = play.counts()
@@ -42,14 +42,14 @@ def try_trace(trace: Trace) -> Tried:
 
 
 def undisturbed(trace: Trace) -> Trace:
-    """The same requests, and nobody who cancels, frees or breaks anything."""
+    """Return the requests of the trace without cancellations, frees and faults."""
     ops = [op for op in trace.ops if isinstance(op, Ask) or op.kind not in _DISTURBING]
     return trace.with_ops(tuple(ops))
 
 
 def shrink(trace: Trace, fails: Callable[[Trace], bool]) -> Trace:
-    """Drop operations, then pieces and wishes of requests, then features of the engine, while it
-    still fails."""
+    """Remove operations, then pieces and options of requests, then features of the engine, as long
+    as the trace fails."""
     left = _TRIES
 
     def still(candidate: Trace) -> bool:

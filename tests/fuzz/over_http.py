@@ -1,5 +1,5 @@
-"""Playing a trace through an engine's HTTP server: what it gives does not depend on how requests
-and steps meet."""
+"""Run a trace through an engine's HTTP server. Its answers do not depend on the timing of requests
+and steps."""
 
 import asyncio
 import traceback
@@ -50,7 +50,7 @@ async def try_over_http(trace: Trace) -> Tried:
                     checker.check_following(following)
             tried.counts.requests = len(session.books.asked)
             tried.num_compared, tried.num_rounded = checker.num_compared, checker.num_rounded
-    except Exception:  # noqa: BLE001 - whatever it is, it was found
+    except Exception:  # noqa: BLE001 - any exception is a finding
         tried.failure = traceback.format_exc()
     return tried
 
@@ -70,8 +70,8 @@ async def _opened(trace: Trace) -> "AsyncIterator[_Session]":
 
 
 class _Session:
-    """A request names only contexts of which it is sure what they will hold: it waits for whoever
-    still adds to them."""
+    """Sends the requests of a trace. A request waits for running requests that extend its contexts,
+    so that the contents of its contexts are known."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class _Session:
                 await self._act(op)
         await _all(self._tasks.values())
         for number, asked in self.books.asked.items():
-            if self._tasks[number].cancelled():  # before it began
+            if self._tasks[number].cancelled():  # cancelled before it started
                 asked.end(Cancelled("by the trace"))
         for _, task in self._follow_tasks:
             task.cancel()
@@ -111,8 +111,8 @@ class _Session:
         await self._leave_nothing()
 
     def excuse(self) -> None:
-        """Whoever came too early for a context that was never made. And forget who continued one
-        that was freed meanwhile: perhaps the request came behind that, and began a new one."""
+        """Excuse requests on contexts that were never created. Forget requests on contexts that
+        were freed: they may have arrived after that and created a new context."""
         for number, asked in list(self.books.asked.items()):
             if asked.excuse in ("freed", "reset"):
                 del self.books.asked[number]
@@ -140,8 +140,8 @@ class _Session:
             self._tasks[ask.number] = asyncio.create_task(self._send(asked))
 
     def _awaited(self, ask: Ask) -> list[Asked]:
-        """Those who add to a context that it continues, or fork it; and those who continue one that
-        it forks."""
+        """Return running requests that extend or fork the contexts of this request, and requests
+        that extend a context that this request forks."""
         own = {piece.context for piece in ask.pieces}
         parents = {piece.parent for piece in ask.pieces}
         found = []
@@ -202,7 +202,7 @@ class _Session:
             asked.chunks.append(event)
         raise AssertionError("a stream ended without an answer")
 
-    # -- all else ----------------------------------------------------------------------------
+    # -- other actions ----------------------------------------------------------------------------
 
     async def _act(self, act: Act) -> None:
         if act.kind == "steps":
@@ -222,7 +222,7 @@ class _Session:
                 if number == act.number:
                     task.cancel()
         elif act.kind == "fault":
-            self._driver.post(self._break_next)  # between steps: not while a broken one is isolated
+            self._driver.post(self._break_next)  # between steps, not while a failed step is retried
         elif act.kind == "reset":
             self._dark |= set(self.books.lines)
             self.books.gone()
@@ -238,7 +238,7 @@ class _Session:
             with suppress(asyncio.CancelledError):
                 async for chunk in self._client.follow(asked.lines[-1].context):
                     following(chunk)
-                following.is_early = True  # it has seen all of it
+                following.is_early = True  # all chunks were received
 
         self._follow_tasks.append((asked.ask.number, asyncio.create_task(follow())))
 
@@ -249,7 +249,7 @@ class _Session:
             info = await self._client.ping()
             if info.num_total_jobs == 0 and info.num_free_blocks == info.num_max_blocks:
                 return
-        raise AssertionError(f"something is left: {info}")
+        raise AssertionError(f"not everything was freed: {info}")
 
 
 async def _all(tasks: Iterable[asyncio.Task[None]]) -> None:

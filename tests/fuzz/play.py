@@ -1,4 +1,4 @@
-"""Playing a trace on an engine core, step by step."""
+"""Run a trace on an engine core, step by step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +13,13 @@ from tests.fuzz.books import Asked, Books
 from tests.fuzz.engines import FuzzedRunner, make_core
 from tests.fuzz.traces import Act, Ask, Trace
 
-STUCK = 20_000  # steps, of a few thousand tokens
+STUCK = 20_000  # Steps after which a trace counts as stuck. Traces have some 1,000 tokens.
 
 
 @dataclass(eq=False)
 class Following:
-    """Somebody who takes an output's chunks as they come, from before its end (`is_early`) on."""
+    """A follower of an output's chunks. With `is_early`, it started before the end of the
+    output."""
 
     asked: Asked
     is_early: bool
@@ -26,13 +27,13 @@ class Following:
     has_left: bool = False
 
     def __call__(self, chunk: StreamChunk | None) -> None:
-        assert not self.chunks or self.chunks[-1] is not None, "a chunk behind the last"
+        assert not self.chunks or self.chunks[-1] is not None, "a chunk after the last one"
         self.chunks.append(chunk)
 
 
 @dataclass(slots=True)
 class Counts:
-    """What has happened, so that a run can say what it has tried."""
+    """Counts of events, so that a run can report what it has covered."""
 
     requests: int = 0
     steps: int = 0
@@ -45,7 +46,7 @@ class Counts:
 
 
 class Play:
-    """Plays a trace; raises whatever is found wrong on the way."""
+    """Runs a trace, and raises an error for each violated invariant."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -96,7 +97,7 @@ class Play:
 
     def _sink(self, asked: Asked, outcome: Outcome) -> None:
         if isinstance(outcome, StreamChunk):
-            assert not asked.has_ended, f"a chunk behind the end of {asked.ask.number}"
+            assert not asked.has_ended, f"a chunk after the end of {asked.ask.number}"
             asked.chunks.append(outcome)
         else:
             asked.end(outcome)
@@ -125,7 +126,7 @@ class Play:
         self.core.requests.abort(act.number)
         self._deliver()
         asked = self.books.asked.get(act.number)
-        assert asked is None or asked.has_ended, f"{act.number} was cancelled and goes on"
+        assert asked is None or asked.has_ended, f"{act.number} was cancelled and still runs"
 
     def _free(self, act: Act) -> None:
         self.books.freed(act.contexts)
@@ -167,28 +168,28 @@ class Play:
 
     def _drain(self) -> None:
         while self._step():
-            assert self.num_steps < STUCK, "it never ends"
+            assert self.num_steps < STUCK, "the trace never ends"
         left = [a.ask.number for a in self.books.asked.values() if not a.has_ended]
         assert not left, f"no step can be made, and requests {left} are left"
 
     def _end(self) -> None:
-        """Everybody goes: nothing may be left."""
+        """End all followers, free all contexts, and check that nothing remains."""
         for following in self.followings:
             if not following.has_left:
                 assert not following.is_early or following.chunks[-1:] == [None], (
-                    f"who follows {following.asked.ask.number} is not told of its end"
+                    f"a follower of {following.asked.ask.number} got no end"
                 )
                 self._end_following(following)
         self.core.requests.free([context.context_id for context in self.core._tree])
         self._drain()
         info: RunnerInfo = self.runner.info
-        assert self.core.runtime_info().num_free_blocks == info.num_blocks, "blocks are left"
+        assert self.core.runtime_info().num_free_blocks == info.num_blocks, "blocks were not freed"
         left = (
             self.core._tree._contexts,
             self.core._tree.pending_forks,
             self.core.requests._requests,
         )
-        assert not any(left), f"something is left: {left}"
-        assert not self.core.requests.followers.by_context, "followers are left"
-        assert not list(self.core._scheduler.idle), "idle contexts are left"
+        assert not any(left), f"not everything was freed: {left}"
+        assert not self.core.requests.followers.by_context, "followers were not removed"
+        assert not list(self.core._scheduler.idle), "idle contexts were not freed"
         assert not self.core.requests.outbox.take()

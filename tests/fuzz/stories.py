@@ -18,14 +18,14 @@ class _Errors(logging.Handler):
 
 
 def try_story(seed: int) -> str | None:
-    """What was found; None: nothing. A defect that was caught and logged is one, too."""
+    """Run a random program. Returns a failure or None. A logged defect counts as a failure."""
     rng = random.Random(seed)
     errors, root = _Errors(), logging.getLogger()
     logging.disable(logging.WARNING)
     root.addHandler(errors)
     try:
         run_virtual(tell(rng, rng.choice([20, 80, 150, 300])))
-    except Exception:  # noqa: BLE001 - whatever it is, it was found
+    except Exception:  # noqa: BLE001 - any exception is a finding
         return traceback.format_exc()
     finally:
         root.removeHandler(errors)

@@ -1,4 +1,4 @@
-"""A short hunt, and all that longer ones have found (`python -m tests.fuzz`)."""
+"""Short fuzzing runs, and all findings of long ones (`python -m tests.fuzz`)."""
 
 import json
 from collections.abc import Iterator
@@ -20,26 +20,26 @@ FOUND = json.loads((Path(__file__).parent / "found.json").read_text())
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Steps of so few tokens are slower with more."""
+    """Use one thread, because steps with few tokens are slower with more."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-def test_what_was_found_does_not_come_back():
+def test_earlier_findings_stay_fixed():
     for finding in FOUND:
         failure = try_trace(Trace.from_json(finding["trace"])).failure
         assert failure is None, f"{finding['what']}:\n{failure}"
 
 
-def test_everybody_gets_what_he_gets_alone():
+def test_requests_get_the_same_answers_as_alone():
     hunt = Hunt()
     for seed in (8, 18, 19, 22, 23, 26):
         hunt.engine(seed)
     assert not hunt.findings
     for tried in ("launched", "accepted", "from_host", "cached", "failed"):
-        assert hunt.counts[tried], f"these traces have nothing {tried}"
+        assert hunt.counts[tried], f"these traces cover nothing {tried}"
     assert hunt.counts["compared"] > hunt.counts["requests"] / 4
 
 
@@ -54,14 +54,14 @@ def test_stories():
         assert try_story(seed) is None
 
 
-def test_a_trace_is_kept_as_text():
+def test_a_trace_can_be_stored_as_json():
     for seed in range(20):
         trace = draw_trace(seed)
         assert Trace.from_json(json.loads(json.dumps(trace.to_json()))) == trace
 
 
-def test_a_defect_is_found_and_made_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forks write to the block that they share with their parents."""
+def test_a_defect_is_found_and_its_trace_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With this bug, forks write to blocks that they share with their parents."""
 
     def must_copy(tree: ContextTree, context: Context) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Traces: what happens to an engine, as values that are kept in files."""
+"""Traces: sequences of engine operations as values, which can be stored in files."""
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
@@ -9,8 +9,9 @@ NO_PARENT = -1
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The engine. `launches`: steps are launched ahead. `reports_late`: copies between the tiers
-    are reported late, and some fail. `poison`: the token that breaks steps; None: none does."""
+    """The configuration of the engine. With `launches`, steps are launched ahead. With
+    `reports_late`, copies between GPU and CPU memory are reported late, and some fail. Steps with
+    the token `poison` fail."""
 
     num_blocks: int = 64
     block_size: int = 4
@@ -33,7 +34,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens for a context; `parent`: of which it is forked if it does not exist."""
+    """Tokens for a context. If the context does not exist, it is forked from `parent`."""
 
     context: int
     tokens: tuple[int, ...] = ()
@@ -43,8 +44,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request; with `sampling`, to generate. `echoes`: it is given drafts of what it
-    will get, nearly. `read`: for an embedding, or for scores."""
+    """A request. With `sampling`, it generates. With `echoes`, its drafts are nearly its output.
+    With `read`, it requests an embedding or scores."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -62,8 +63,8 @@ Kind = Literal["steps", "cancel", "free", "follow", "leave", "fault", "reset"]
 
 @dataclass(frozen=True, slots=True)
 class Act:
-    """Anything else. `number`: of steps, or of the request that it is about; `contexts` are freed.
-    A fault breaks the next step once."""
+    """Any other operation. `number` is a number of steps, or that of the target request. `contexts`
+    are freed. A fault makes the next step fail once."""
 
     kind: Kind
     number: int = 0
@@ -79,7 +80,7 @@ class Trace:
     ops: tuple[Op, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Without what is as by default."""
+        """Return JSON without fields that have their default."""
         plain = Setup()
         setup = {k: v for k, v in asdict(self.setup).items() if v != getattr(plain, k)}
         return {"setup": setup, "ops": [_op_to_json(op) for op in self.ops]}

@@ -47,7 +47,7 @@ _PACKAGE = str(Path(parrot.__file__).parent) + "/"
 _SETTLED_S = 5.0  # Virtual seconds after which all work that follows a request has ended.
 _NUM_TOKENS = 20
 
-# The simulation, small containers and clocks: a reader of a journey need not know them.
+# The simulation, small containers and clocks. They can be understood without the request path.
 _NOT_COUNTED = ("simulation/", "engine/sim", "utils/")
 
 
@@ -89,8 +89,8 @@ class Passed:
 
 
 class Profiler:
-    """Reports calls to the journey that is being measured, if any: those of the thread that
-    measures, and of threads that were started after `install`."""
+    """Reports function calls to the journey that is being measured, if any. Sees the measuring
+    thread, and threads that were started after `install`."""
 
     def __init__(self) -> None:
         self.passed: dict[str, Passed] = {}
@@ -104,8 +104,9 @@ class Profiler:
         """Report calls of threads that start from now on."""
         threading.setprofile(self)
 
-    def unheard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function without profiling, which doubles its time. It is not part of a journey."""
+    def unprofiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a function that is not part of a journey, to run it without profiling. Profiling
+        doubles the time of a function."""
 
         def called(*args: Any) -> Any:
             sys.setprofile(None)
@@ -128,7 +129,8 @@ class Profiler:
 
 
 def _is_counted(module: str) -> bool:
-    """Whether the classes of a module count: a method may be inherited from a counted file."""
+    """Whether the classes of a module count. A counted file may define a method that a class of
+    another file inherits."""
     return not module.removeprefix("parrot.").replace(".", "/").startswith(_NOT_COUNTED)
 
 
@@ -144,7 +146,7 @@ def is_stateful(module: str, name: str) -> bool:
 
 
 async def serve_journeys(profiler: Profiler) -> list[str]:
-    """Returns the borrowed methods of the cluster."""
+    """Measure the journeys of ServeCore, and return the borrowed methods of the cluster."""
     async with SimCluster(num_engines=2) as cluster:
         client, wire = cluster.client(), DistantTransport(cluster.app, lan())
         session = await client.create_session()
@@ -202,9 +204,10 @@ async def _chat(wire: DistantTransport, model: str, number: int) -> None:
 
 
 async def engine_journey(profiler: Profiler) -> None:
-    """A prompt and its output on the embedded model, with one thread and no KV in CPU memory. The
-    journey must be the same on every machine, so it runs without the compiled kernels, which exist
-    only some seconds after the first start, and without the kernels that need AVX512."""
+    """Measure a request to the embedded model, with one thread and without KV in CPU memory.
+
+    The journey must be the same on every machine. So it runs without compiled kernels, which are
+    ready only some seconds after the first start, and without kernels that need AVX512."""
     config = BuiltinConfig.model_validate(
         {
             "engine_type": "builtin",
@@ -218,7 +221,7 @@ async def engine_journey(profiler: Profiler) -> None:
     )
     service = create_service(config)
     with (
-        patch.object(engine_types, "_load_model", profiler.unheard(engine_types._load_model)),
+        patch.object(engine_types, "_load_model", profiler.unprofiled(engine_types._load_model)),
         patch.object(load, "_compiled_layers", return_value=None),
         patch.object(torch.backends.cpu, "get_cpu_capability", return_value="DEFAULT"),
     ):
@@ -243,8 +246,8 @@ def _prompt(number: int) -> GenerateRequest:
 
 
 def borrowed_methods() -> list[str]:
-    """The public attributes of objects that are methods of other objects. A caller should use the
-    other object instead."""
+    """Return the public attributes that are methods of other objects. Callers should use the other
+    objects directly."""
     found = set()
     for owner in gc.get_objects():
         if _is_ours(owner) and hasattr(owner, "__dict__"):
@@ -267,7 +270,7 @@ def _is_ours(thing: object) -> bool:
 
 
 def measured() -> tuple[dict[str, Passed], list[str]]:
-    """All journeys by their names, and the borrowed methods of a cluster."""
+    """Return all journeys by name, and the borrowed methods of a cluster."""
     profiler = Profiler()
     profiler.install()
     try:

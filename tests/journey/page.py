@@ -18,7 +18,7 @@ _BEGIN, _END = "<!-- steps -->\n", "<!-- end -->\n"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A function on the way: `file: Class.method`, of the first journey that passes it."""
+    """A function on the request path: `file: Class.method`, and the first journey through it."""
 
     journey: str
     function: str
@@ -31,8 +31,8 @@ def steps() -> list[Step]:
 
 
 def rendered(page: str, passed: Mapping[str, Passed]) -> str:
-    """The page with its steps made anew. Raises `ValueError` if a step is not on its journey's way,
-    or comes before the one that stands before it."""
+    """Return the page with new steps. Raises `ValueError` if a step is not on its journey, or if
+    the steps are in the wrong order."""
     before, _, rest = page.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}{''.join(_lines(steps(), passed))}{_END}{after}"
@@ -50,8 +50,9 @@ def _lines(steps: Sequence[Step], passed: Mapping[str, Passed]) -> Iterator[str]
 
 
 def _beside(steps: Sequence[Step], passed: Passed) -> list[list[str]]:
-    """For each step, the classes with state that are first met between it and the next one. The
-    engine that answers ServeCore is simulated: what an engine is made of, its own journey shows."""
+    """Return for each step the stateful classes that first occur between it and the next step.
+    ServeCore's journeys use a simulated engine. The classes of a real one are in its own
+    journey."""
     order = {f"{file}: {name}": at for at, (file, name) in enumerate(passed.functions)}
     if missing := [step.function for step in steps if step.function not in order]:
         raise ValueError(f"not on the way of {steps[0].journey}: {missing}")

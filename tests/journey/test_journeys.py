@@ -1,6 +1,6 @@
-"""No journey grows, because a reader of a call must know all code of its journey.
+"""Journeys do not grow, because an engineer must read all code of a journey to understand it.
 
-Code of a feature that is off does not run."""
+Code of disabled features does not run."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ BUDGETS = tomllib.loads(Path(__file__).with_name("budgets.toml").read_text())
 
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    """Measured in a process of its own, because objects of other tests change a journey."""
+    """Measure in a separate process, because objects of other tests change a journey."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.journey", "--json"],
         cwd=ROOT,
@@ -44,14 +44,14 @@ def test_no_journey_grows(name: str, measured: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BUDGETS["absent"])
-def test_what_is_off_is_not_on_the_way(name: str, measured: Any) -> None:
-    """Files that are not counted (`utils/`) can be absent wings, too."""
+def test_disabled_features_are_not_on_the_request_path(name: str, measured: Any) -> None:
+    """Absent features may include files that are not counted, such as `utils/`."""
     wings = tuple(BUDGETS["absent"][name])
     assert not [path for path in measured["journeys"][name]["files"] if path.startswith(wings)]
 
 
-def test_every_absent_wing_exists() -> None:
-    """A wing that was moved or deleted would be absent from every journey."""
+def test_every_absent_path_exists() -> None:
+    """A path that was moved or deleted would be absent from every journey."""
     wings = {wing for wings in BUDGETS["absent"].values() for wing in wings}
     missing = [wing for wing in wings if not list((ROOT / "parrot").glob(f"{wing}*"))]
     assert not missing
@@ -61,6 +61,6 @@ def test_few_public_attributes_are_methods_of_other_objects(measured: Any) -> No
     assert len(measured["borrowed"]) <= BUDGETS["borrowed"], measured["borrowed"]
 
 
-def test_the_page_shows_the_way_as_it_is(measured: Any) -> None:
-    """Else: python -m tests.journey --write"""
+def test_the_page_is_up_to_date(measured: Any) -> None:
+    """If this fails, run `python -m tests.journey --write`."""
     assert (ROOT / "docs" / "internals" / "architecture.md").read_text() == measured["page"]

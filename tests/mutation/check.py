@@ -1,12 +1,11 @@
-"""Put plausible bugs into a copy of the code, one at a time, and see whether a test fails.
+"""Insert plausible bugs into a copy of the code, one at a time, and check that a test fails.
 
     python -m tests.mutation.check [--only TEXT] [--jobs 2]
 
-Each bug of `bugs.toml` names a text that stands exactly once in the package, what a mistaken
-developer might have written instead, and the tests that should notice. A bug survives if all of
-them pass. The exit status is 1 if fewer than 95% are caught, or if the tests fail without any bug.
-It takes 30 minutes on two cores and is not a part of CI, which only checks that every bug can
-still be put in.
+Each bug in `bugs.toml` has a text that occurs exactly once in the package, a faulty replacement,
+and the tests that should fail. A bug survives if all of them pass. The exit status is 1 if fewer
+than 95% of the bugs are caught, or if the tests fail without a bug. A run takes 30 minutes on two
+cores and is not part of CI. CI only checks that every bug can still be inserted.
 """
 
 import argparse
@@ -37,21 +36,21 @@ _ALL_TIMEOUT_S = 3600.0  # For the tests of all bugs, which run once without any
 
 @dataclass(frozen=True, slots=True)
 class Bug:
-    """A text of the package, and the mistaken one that takes its place.
+    """A text of the package, and its faulty replacement.
 
-    The text names no file, so that it is found wherever the code has moved. `tests` are pytest's
-    arguments."""
+    The text has no file name, so that it is found after the code has moved. `tests` are arguments
+    of pytest."""
 
     what: str
     old: str
     new: str
     tests: tuple[str, ...]
-    within: str = ""  # the innermost function or class of `old`, if it stands in several
+    within: str = ""  # the innermost function or class around `old`, if `old` occurs in several
 
     def applied_to(self, sources: Mapping[str, str]) -> tuple[str, str]:
-        """Return the path of the file in which `old` stands, and its text with `new` instead.
+        """Return the path of the file with `old`, and its text with `new` instead.
 
-        Raises `ValueError` if the bug does not fit the code any more."""
+        Raises `ValueError` if the bug no longer fits the code."""
         places = [
             (path, at)
             for path, source in sources.items()
@@ -76,7 +75,7 @@ def occurrences(source: str, text: str) -> Iterator[int]:
 
 
 def innermost_definition(source: str, at: int) -> str:
-    """The name of the function or class that the character at `at` belongs to; "" for none."""
+    """Return the innermost function or class around the character at `at`, or ""."""
     line = source.count("\n", 0, at) + 1
     name, length = "", len(source)
     for node in statements(parsed(source)):
@@ -89,7 +88,7 @@ def innermost_definition(source: str, at: int) -> str:
 
 @cache
 def package_sources() -> dict[str, str]:
-    """Path from the root: text, of each file of the package."""
+    """Return the texts of all files of the package by path."""
     return {
         str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "parrot").rglob("*.py")
     }
@@ -101,8 +100,8 @@ def read_bugs() -> list[Bug]:
 
 
 def tests_pass(root: Path, tests: Sequence[str], timeout_s: float, *, is_shown: bool) -> bool:
-    """Run the tests on the code below `root`. Tests that do not finish in time have failed.
-    `is_shown`: print the end of pytest's output if they fail."""
+    """Run the tests on the code in `root`. A timeout counts as a failure. With `is_shown`, prints
+    the end of pytest's output after a failure."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout", "60", *tests]
     command += ["-p", "no:cacheprovider"]
     environment = os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
@@ -116,14 +115,14 @@ def tests_pass(root: Path, tests: Sequence[str], timeout_s: float, *, is_shown: 
         return False
     if done.returncode and is_shown:
         print(done.stdout.decode()[-2000:])
-    if done.returncode not in (0, 1, 2):  # 2: collecting them failed, as with a bad import
+    if done.returncode not in (0, 1, 2):  # 2: the collection failed, e.g. by an import error
         raise RuntimeError(done.stdout.decode()[-2000:] + done.stderr.decode()[-2000:])
     return done.returncode == 0
 
 
 @contextmanager
 def copies(count: int) -> Iterator[SimpleQueue[Path]]:
-    """Make `count` copies of what git tracks, for workers to take and to put back."""
+    """Make `count` copies of the files in git. Workers take copies and return them."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The list of bugs fits the code, so that `check.py` can be run at any time."""
+"""All bugs in `bugs.toml` fit the code, so that `check.py` can run at any time."""
 
 from collections import Counter
 
@@ -18,7 +18,7 @@ def test_there_are_at_least_a_hundred_different_bugs() -> None:
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.what)
-def test_each_bug_can_be_put_in(bug: Bug) -> None:
+def test_each_bug_can_be_inserted(bug: Bug) -> None:
     path, mistaken = bug.applied_to(package_sources())
     assert mistaken != package_sources()[path]
     for test in bug.tests:
@@ -31,7 +31,7 @@ SOURCES = {
 }
 
 
-def test_a_bug_is_found_in_whatever_file_it_stands() -> None:
+def test_the_file_of_a_bug_is_found() -> None:
     path, mistaken = Bug("", "y = 1", "y = 2", ()).applied_to(SOURCES)
     assert (path, mistaken) == ("parrot/b.py", SOURCES["parrot/b.py"].replace("y = 1", "y = 2"))
     path, mistaken = Bug("", "x = 1", "x = 2", (), within="f").applied_to(SOURCES)
@@ -46,6 +46,6 @@ def test_a_bug_is_found_in_whatever_file_it_stands() -> None:
         (Bug("", "z = 1", "z = 2", ()), "nowhere"),
     ],
 )
-def test_a_bug_that_does_not_stand_once_is_refused(bug: Bug, place: str) -> None:
+def test_a_bug_whose_text_is_not_unique_is_rejected(bug: Bug, place: str) -> None:
     with pytest.raises(ValueError, match=place):
         bug.applied_to(SOURCES)

@@ -17,7 +17,7 @@ TOKEN = "inside"
 
 @dataclass
 class Visit:
-    """One open page, and everything that went wrong in it."""
+    """An open page, and its recorded errors and requests."""
 
     site: Site
     page: Page
@@ -31,11 +31,11 @@ class Visit:
     def listen(self) -> None:
         """Record errors and requests from now on."""
 
-        def heard(message: ConsoleMessage) -> None:
+        def record_error(message: ConsoleMessage) -> None:
             if message.type in ("error", "warning"):
                 self.errors.append(message.text)
 
-        self.page.on("console", heard)
+        self.page.on("console", record_error)
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("dialog", lambda dialog: self.errors.append(f"dialog: {dialog.message}"))
@@ -54,7 +54,7 @@ class Visit:
         await self.page.locator(selector, has_text=text).first.wait_for(timeout=20_000)
 
     async def answer(self, text: str) -> None:
-        """Wait until the engine has one call, and end its output."""
+        """Wait until the engine runs one call, and finish it with the text."""
         await self.site.started()
         self.site.engine.answer(self.site.engine.held[0], text)
 
@@ -71,8 +71,8 @@ async def browser() -> AsyncIterator[Browser]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def visit(browser: Browser) -> AsyncIterator[Visit]:
-    """A page of a core whose engine answers when the test says so. At the end nothing may have gone
-    wrong in the browser, and nothing been asked of anyone but the core."""
+    """A page of a core whose engine answers when the test tells it to. At the end, checks that the
+    browser had no errors and sent requests only to the core."""
     async for site in open_site(CoreConfig(cluster_token=TOKEN)):
         context = await browser.new_context(viewport={"width": 1280, "height": 900})
         visit = Visit(site, await context.new_page())
@@ -86,7 +86,7 @@ async def visit(browser: Browser) -> AsyncIterator[Visit]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def stage(browser: Browser) -> AsyncIterator[Stage]:
-    """A page on a desktop. At the end nothing may have gone wrong in the browser."""
+    """A page on a desktop. At the end, checks that the browser had no errors."""
     stage = await open_stage(browser)
     yield stage
     await stage.page.context.close()

@@ -31,7 +31,8 @@ async () => {
 
 
 async def measure() -> list[tuple[float, float]]:
-    """Milliseconds from the click until the graph and the timeline, in several new pages."""
+    """Return the milliseconds from the click to the graph and to the timeline, for several
+    pages."""
     times: list[tuple[float, float]] = []
     async with async_playwright() as playwright:
         args = ["--no-sandbox", "--disable-gpu"]

@@ -1,7 +1,9 @@
-"""Pictures of the page for the documentation, on frozen data: `python -m tests.page.pictures`.
+"""Take pictures of the page for the documentation, with frozen data.
+
+    python -m tests.page.pictures
 
 Each of the six screens is in docs/page four times: on a desktop and on a phone, light and dark.
-`made_with.json` names the browser and the fonts, because others draw other pictures."""
+`made_with.json` names the browser and the fonts, because the pictures depend on both."""
 
 import asyncio
 import io
@@ -19,7 +21,7 @@ from tests.support.programs import chromium
 
 FOLDER = Path(__file__).parents[2] / "docs/page"
 MADE_WITH = FOLDER / "made_with.json"
-# Each screen, its address, and elements that are there when it is drawn.
+# Each screen, its address, and elements that exist after it is drawn.
 SCREENS = {
     "runs": ("", ("table.runs", ".spark", ".pip")),
     "run": (
@@ -37,7 +39,7 @@ _NOTICEABLE = 24  # Difference of a channel, of 255, that counts.
 
 
 def made_with() -> dict[str, str]:
-    """The browser and the fonts of this machine."""
+    """Return the browser and the fonts of this machine."""
     commands = {
         "browser": [chromium(), "--version"],
         "sans": ["fc-match", "sans-serif"],
@@ -51,7 +53,7 @@ def made_with() -> dict[str, str]:
 
 
 async def pictures(browser: Browser) -> AsyncIterator[tuple[str, Image.Image]]:
-    """All pictures with their names."""
+    """Yield all pictures with their names."""
     for size, width in SIZES.items():
         for scheme in ("light", "dark"):
             stage = await open_stage(browser, width=width, scheme=scheme)
@@ -66,7 +68,7 @@ async def pictures(browser: Browser) -> AsyncIterator[tuple[str, Image.Image]]:
 
 
 def reduced(png: bytes) -> Image.Image:
-    """The picture with few colours, because it is kept in the repository."""
+    """Reduce the colours of a picture, so that its file is small."""
     with Image.open(io.BytesIO(png)) as image:
         return image.convert("RGB").quantize(
             _COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE
@@ -74,7 +76,7 @@ def reduced(png: bytes) -> Image.Image:
 
 
 def difference(one: Image.Image, other: Image.Image) -> float:
-    """The share of pixels that are noticeably different."""
+    """Return the share of pixels that are noticeably different."""
     if one.size != other.size:
         return 1.0
     channels = ImageChops.difference(one.convert("RGB"), other.convert("RGB")).split()

@@ -1,4 +1,4 @@
-"""Frozen data for the page: what the feeds of a service with several runs contain at one moment."""
+"""Frozen data for the page: the feeds of a service with several runs, at one moment."""
 
 import math
 from collections.abc import Mapping
@@ -316,7 +316,7 @@ def call_row(output: str, func: str, inputs: list[str], **fields: Any) -> Row:
 
 
 def reused_run(run_id: int, origin: int) -> Rows:
-    """A run whose calls took the results of identical calls of the run `origin`."""
+    """A run whose calls reused the results of identical calls of the run `origin`."""
     calls = {
         f"s{number}": call_row(
             f"s{number}",

@@ -1,6 +1,6 @@
-"""The page on frozen data: a browser gets the page's own files, and the feeds of `scene`.
+"""Show the page with frozen data: a browser gets the real files, and the feeds of `scene`.
 
-No server runs, and the browser's clock stands still, so a picture is always the same."""
+No server runs, and the browser's clock is stopped, so pictures are reproducible."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ OPERATOR = {"tenant": None, "sees_values": True}
 
 
 def feed(rows: Mapping[str, Any]) -> str:
-    """The answer of a feed with these rows."""
+    """Return the answer of a feed with these rows."""
     changes = {"version": "frozen-1", "whole": True, "rows": rows, "gone": []}
     return f"event: changes\ndata: {json.dumps(changes)}\n\n"
 
@@ -45,8 +45,8 @@ class Stage:
         await self.page.goto(f"{URL}/ui/#/{view}")
 
     async def load(self, view: str = "") -> None:
-        """Like `goto`, but nothing that the page had in memory stays. A new page of the browser
-        would take a second of CPU."""
+        """Like `goto`, but clears the memory of the page. A new page of the browser would take 1 s
+        of CPU time."""
         await self.page.goto("about:blank")
         await self.goto(view)
 
@@ -97,7 +97,7 @@ class Stage:
             await route.fulfill(body=feed(rows), headers={"Content-Type": "text/event-stream"})
 
 
-# A feed's answer ends at once. The page must not take this as a lost connection.
+# The answer of a feed ends at once. The page must not treat this as a lost connection.
 _QUIET = """
 const Source = window.EventSource;
 window.EventSource = class extends Source {
@@ -113,7 +113,7 @@ window.EventSource = class extends Source {
 async def open_stage(
     browser: Browser, *, width: int = 1440, scheme: str = "light", is_frozen: bool = True
 ) -> Stage:
-    """`is_frozen`: the clock stands still, also for measurements of the page itself."""
+    """Open a page. With `is_frozen`, the clock of the page is stopped."""
     height = 900 if width > 720 else 844
     context = await browser.new_context(
         viewport={"width": width, "height": height},

@@ -11,9 +11,9 @@ STATIC = ROOT / "parrot/gateway/page/static"
 _MAX_GZIP = 60_000  # bytes
 
 
-def test_the_committed_files_are_what_the_sources_give(tmp_path: Path) -> None:
+def test_the_committed_files_are_built_from_the_sources(tmp_path: Path) -> None:
     npm = program("npm", "npm")
-    # In a copy, whose place is the same to its other files.
+    # Build in a copy with the same folder structure.
     ui, static = tmp_path / "ui", tmp_path / "parrot/gateway/page/static"
     shutil.copytree(ROOT / "ui", ui, ignore=shutil.ignore_patterns("node_modules"))
     shutil.copytree(STATIC, static)

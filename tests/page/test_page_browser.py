@@ -43,7 +43,7 @@ def part(name: str, **binding: Any) -> dict[str, Any]:
 
 
 async def submit_map(visit: Visit, width: int, *, equal: bool = True) -> dict[str, Any]:
-    """A map of `width` calls and their reduction. Returns the answer of the graph request."""
+    """Submit a map of `width` calls and a reduction. Returns the answer of the graph request."""
     calls: list[dict[str, Any]] = [
         {
             "template": "Summarize {{part}}: {{summary}}",
@@ -82,7 +82,7 @@ async def submit_map(visit: Visit, width: int, *, equal: bool = True) -> dict[st
 
 
 def _missing(calls: list[dict[str, Any]]) -> set[str]:
-    """Names that these calls take and none of them makes."""
+    """Return the inputs of these calls that none of them produces."""
     bound = [p for call in calls for p in call["parameters"] if "var" in p]
     made = {p["var"] for p in bound if p.get("is_output")}
     return {p["var"] for p in bound} - made
@@ -179,7 +179,7 @@ async def test_texts_stay_texts(visit: Visit) -> None:
     assert await visit.page.locator("img, iframe, style, pre a, .prompt a").count() == 0
 
 
-async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> None:
+async def test_no_update_is_missed_while_the_connection_is_lost(visit: Visit) -> None:
     scope = await visit.site.session()
     await visit.open(f"session/{scope['session_id']}")
     await visit.wait_text("main", "Nothing was called yet")
@@ -190,10 +190,10 @@ async def test_nothing_is_missed_while_the_connection_is_gone(visit: Visit) -> N
     await visit.site.call(scope, "three")
     await visit.page.locator(".node").nth(2).wait_for(timeout=20_000)
     assert await visit.page.locator(".node").count() == 3
-    visit.errors.clear()  # the browser's own, of the lost connection
+    visit.errors.clear()  # errors of the browser about the lost connection
 
 
-async def test_the_key_is_asked_for_and_does_not_stay_in_the_address(visit: Visit) -> None:
+async def test_the_page_asks_for_the_key_and_removes_it_from_the_address(visit: Visit) -> None:
     await visit.page.goto(f"{visit.url}/ui/")
     await visit.page.fill("#key", "wrong")
     await visit.page.click("button >> text=Sign in")
@@ -336,7 +336,7 @@ async def test_an_unknown_run_or_page_says_so(visit: Visit) -> None:
     await visit.open("run/123")
     await visit.wait_text("h1", "There is no such run")
     await visit.wait_text("main", "there is no run 123")
-    visit.errors.clear()  # the browser's own, of the answer 404
+    visit.errors.clear()  # an error of the browser about the answer 404
     await visit.page.goto(f"{visit.url}/ui/#/nosuch")
     await visit.wait_text("h1", "There is no such page")
     assert await visit.page.locator("table").count() == 0
@@ -387,7 +387,7 @@ async def test_a_program_of_the_playground_ends_while_another_view_is_shown(visi
     await visit.wait_text(".out pre", "Run the calls")
 
 
-async def test_engines_show_what_their_servers_do_for_others(visit: Visit) -> None:
+async def test_engines_show_the_load_of_other_clients(visit: Visit) -> None:
     inside = {"Authorization": f"Bearer {TOKEN}"}
     await visit.site.post("/register_engine", {"engine_config": ENGINE}, headers=inside)
     await visit.open("engines")
@@ -426,7 +426,7 @@ async def test_events_and_tenants_lead_to_sessions(visit: Visit) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
+async def test_accessibility(visit: Visit, scheme: str) -> None:
     await visit.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
     graph = await submit_map(visit, 3)
     output = graph["variables"]["joined0"]
@@ -445,7 +445,7 @@ async def test_everybody_can_use_it(visit: Visit, scheme: str) -> None:
         assert serious == [], view
 
 
-async def test_it_fits_a_phone(visit: Visit) -> None:
+async def test_the_page_fits_a_phone(visit: Visit) -> None:
     await visit.page.set_viewport_size({"width": 375, "height": 720})
     graph = await submit_map(visit, 8)
     await visit.open()

@@ -18,7 +18,7 @@ SECRET = "the-secret-words"
 
 
 async def ask(visit: Visit, key: str) -> dict[str, Any]:
-    """A finished call of the key's tenant, whose prompt, input and output are secret."""
+    """Run a call of the key's tenant, whose prompt, input and output are secret."""
     headers = {"Authorization": f"Bearer {key}"}
     call = {
         "template": f"Repeat {SECRET}: {{{{word}}}} {{{{text}}}}",
@@ -59,7 +59,7 @@ async def test_no_answer_contains_texts_for_an_operator(browser: Browser) -> Non
 
 
 async def everything(visit: Visit, key: str, views: list[str]) -> str:
-    """All that the page shows to this key, and all that ServeCore answers at once."""
+    """Return all text that the page shows with this key, and the answers of ServeCore."""
     page = visit.page
     await page.goto(f"{visit.url}/ui/#key={key}")
     await page.wait_for_selector("header")

@@ -14,7 +14,7 @@ from tests.page.stage import OPERATOR, URL, Stage, open_stage
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
 RUN = f"run/{scene.RUN}"
-# Each view, with a selector of an element that is there when the view is drawn.
+# Each view, with a selector of an element that exists after the view is drawn.
 VIEWS = {
     "": "table.runs",
     "?failed&q=nothing": ".empty",
@@ -50,7 +50,7 @@ SEEN_BY_TENANTS = {
 
 
 async def violations(stage: Stage, rules: list[str] = RULES) -> list[tuple[str, list[str]]]:
-    """What axe reports, with the elements."""
+    """Return the violations that axe reports, with their elements."""
     if not await stage.page.evaluate("'axe' in window"):
         await stage.page.evaluate(AXE.axe_script)
     found = await stage.page.evaluate(
@@ -142,7 +142,7 @@ async def test_titles_name_the_place(stage: Stage) -> None:
         await expect(stage.page).to_have_title(title)
 
 
-async def test_the_keyboard_suffices(stage: Stage) -> None:
+async def test_the_page_can_be_used_with_the_keyboard(stage: Stage) -> None:
     await stage.page.set_viewport_size({"width": 1000, "height": 800})  # No panel opens by itself.
     await stage.goto(RUN)
     page = stage.page
@@ -227,7 +227,7 @@ async def test_equal_variables_are_folded(stage: Stage) -> None:
     await expect(page.locator("tr[data-call=seeds]")).to_contain_text("ValueError: invalid literal")
 
 
-async def test_a_failure_is_told_once_and_its_cause_named(stage: Stage) -> None:
+async def test_a_failure_is_shown_once_with_its_cause(stage: Stage) -> None:
     await stage.goto(f"{RUN}/total")
     panel = stage.page.locator(".panel")
     await panel.locator("text=Did not run, because").wait_for()
@@ -322,7 +322,7 @@ async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
     ]
 
 
-async def test_legends_name_only_what_is_drawn(stage: Stage) -> None:
+async def test_legends_name_only_drawn_items(stage: Stage) -> None:
     await stage.goto(RUN)
     key = stage.page.locator(".canvas .key")
     await expect(key).to_have_text("critical pathwaitsfailed because of")
@@ -360,7 +360,7 @@ async def test_a_chat_request_is_copied_as_a_chat_request(stage: Stage) -> None:
     assert (sent["model"], sent["max_tokens"], len(sent)) == ("qwen3-8b", 20, 3)
 
 
-async def test_what_is_cut_is_in_a_tooltip(stage: Stage) -> None:
+async def test_cut_texts_have_a_tooltip(stage: Stage) -> None:
     await stage.page.set_viewport_size({"width": 1000, "height": 900})
     await stage.goto()
     words = stage.page.locator("td .cut .cut").first
@@ -498,7 +498,7 @@ async def test_each_filter_says_how_many_runs_it_shows(stage: Stage) -> None:
     await expect(note).to_contain_text("4 rows with 30 runs: API requests of one client share")
 
 
-async def test_the_list_says_what_it_folds_and_how_long_runs_stay(stage: Stage) -> None:
+async def test_the_list_explains_folding_and_retention(stage: Stage) -> None:
     await stage.goto()
     note = stage.page.locator("div.note p").last
     await expect(note).to_contain_text(
@@ -510,7 +510,7 @@ async def test_the_list_says_what_it_folds_and_how_long_runs_stay(stage: Stage) 
     await expect(note).to_contain_text("Finished runs are not kept")
 
 
-async def test_rows_tell_the_cause_of_a_failure_and_the_time_of_requests(stage: Stage) -> None:
+async def test_rows_show_the_cause_of_a_failure_and_the_time_of_requests(stage: Stage) -> None:
     rows = {
         1: {
             "state": "failed",
@@ -545,7 +545,7 @@ async def test_the_first_token_is_that_of_the_last_calls(stage: Stage) -> None:
     await expect(tile).to_have_text("0.3 s median, 20 s ago")
 
 
-async def test_what_cannot_be_undone_is_asked_first(stage: Stage) -> None:
+async def test_irreversible_actions_need_confirmation(stage: Stage) -> None:
     page = stage.page
     actions = {
         RUN: ("text=End run", "Keep it running", f"sessions/{scene.RUN}/end"),
@@ -624,7 +624,7 @@ async def test_states_without_data(browser: Browser) -> None:
 
 
 async def test_a_thousand_calls_and_their_timeline_are_drawn(stage: Stage) -> None:
-    """`python -m tests.page.measure` says how long it takes."""
+    """`python -m tests.page.measure` measures the time."""
     stage.answers["sessions/9"] = scene.large_run()
     await stage.goto("run/9")
     await stage.page.locator(".node").nth(999).wait_for(state="attached")

@@ -9,7 +9,7 @@ from tests.page.stage import Stage
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one browser for all
 
 RUN = f"run/{scene.RUN}"
-# Pairs of labels in the timeline that cover each other.
+# Pairs of labels in the timeline that overlap.
 _OVERLAPS = """() => {
   const boxes = [...document.querySelectorAll(".tl .bar-g text")].map((text) =>
     text.getBoundingClientRect());

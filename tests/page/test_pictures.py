@@ -30,7 +30,7 @@ async def test_each_screen_has_its_pictures() -> None:
 
 async def test_the_pictures_are_up_to_date(browser: Browser) -> None:
     if json.loads(MADE_WITH.read_text()) != made_with():
-        pytest.skip("another browser, or other fonts, draw other pictures")
+        pytest.skip("the pictures were taken with another browser or other fonts")
     different = {}
     async for name, image in pictures(browser):
         with Image.open(FOLDER / f"{name}.png") as kept:

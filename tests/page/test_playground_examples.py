@@ -75,7 +75,7 @@ async def test_the_code_runs(playground: Page) -> None:
 
 
 def run(code: str) -> str:
-    """What the program prints."""
+    """Run a program, and return its output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "playground.py", "exec"), {"__name__": "playground"})

@@ -1,5 +1,5 @@
-"""What a program holds runs in the background, on virtual time: a fan-out that is read one by one
-takes hardly longer than one that is read at once, and what is read still goes first."""
+"""Calls without a reader run in the background. A fan-out that is read one by one takes hardly
+longer than one that is read at once, and calls with a reader go first. Virtual time."""
 
 import asyncio
 from typing import Any
@@ -31,7 +31,7 @@ class Program:
         return response.param_info[-1].var_id
 
     async def read(self, var_id: str) -> float:
-        """Returns the time at which the value was ready."""
+        """Read a value, and return the time at which it was ready."""
         await self.client.get_var(**self.scope, var_id=var_id)
         return asyncio.get_running_loop().time()
 
@@ -76,8 +76,8 @@ def test_calls_made_after_the_first_read_run_at_once_too() -> None:
     assert simulate(body) < 1.05 * simulate(read_at_once)
 
 
-def test_what_is_read_goes_before_what_is_not() -> None:
-    """The engine has room for one call at a time."""
+def test_calls_with_a_reader_go_first() -> None:
+    """The engine runs one call at a time."""
 
     async def body(program: Program) -> list[float]:
         var_ids = [await program.call(10) for _ in range(6)]
@@ -86,7 +86,7 @@ def test_what_is_read_goes_before_what_is_not() -> None:
     first, second, third = simulate(body, scheduler={"max_batch_size": 1}, tasks_capacity=1)
     one_call_s = 10 * STEP_S
     assert first == pytest.approx(one_call_s, rel=0.2)
-    assert second < 3.5 * one_call_s  # After a call that was placed in the meantime.
+    assert second < 3.5 * one_call_s  # After a call that was placed meanwhile.
     assert third < 5.5 * one_call_s
 
 

@@ -59,9 +59,7 @@ async def one_by_one(client: ServeClient, scope: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("submit", "num_exchanges"), [(at_once, 1), (one_by_one, 21)])
-def test_what_submitting_a_program_of_21_calls_takes_from_far_away(
-    submit: Any, num_exchanges: int
-) -> None:
+def test_the_time_to_submit_21_calls_with_high_latency(submit: Any, num_exchanges: int) -> None:
     async def main() -> tuple[float, str]:
         async with SimCluster(2, engine=ENGINE) as cluster:
             client = cluster.client(fixed(RTT_S))

@@ -1,4 +1,4 @@
-"""What is computed again when contexts do not fit, by rule of eviction: the whole system."""
+"""How much each eviction rule recomputes when contexts do not fit, in the whole system."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ CAPACITY = 6000
 
 
 async def call(client: ServeClient, scope: dict[str, Any], template: str, **fields: Any) -> Any:
-    """Submit a call. Unknown `fields` are its inputs: texts, or ids of variables."""
+    """Submit a call. Other `fields` are its inputs: texts or ids of variables."""
     own = {name: fields.pop(name) for name in ("func_name", "successor_of") if name in fields}
     inputs = [{"name": name, **value} for name, value in fields.items()]
     out = {"name": "out", "is_output": True, "sampling_config": {"max_gen_length": 5}}
@@ -86,7 +86,7 @@ async def chats(cluster: SimCluster) -> None:
 RECOMPUTED = 'recomputed_tokens_total{reason="room"}'
 
 
-def test_chats_whose_tools_take_long_are_evicted_before_those_that_come_back_soon() -> None:
+def test_chats_with_slow_tools_are_evicted_before_chats_with_fast_tools() -> None:
     lru, next_use = run(chats, "lru"), run(chats, "next_use")
     assert next_use[RECOMPUTED] < 0.75 * lru[RECOMPUTED]
     assert next_use["hit_tokens_total"] > lru["hit_tokens_total"]
@@ -95,7 +95,7 @@ def test_chats_whose_tools_take_long_are_evicted_before_those_that_come_back_soo
 
 
 async def documents(cluster: SimCluster) -> None:
-    """A session that will read its document again, and others that come and go meanwhile."""
+    """Run a session that reads its document again, and other sessions in the meantime."""
     client = cluster.client()
     scope = (await client.create_session()).model_dump()
     text = {"value": "d" * 3000}
@@ -114,13 +114,13 @@ async def documents(cluster: SimCluster) -> None:
     await reading
 
 
-def test_what_a_waiting_call_will_read_stays() -> None:
+def test_the_inputs_of_a_waiting_call_are_not_evicted() -> None:
     assert run(documents, "lru").get(RECOMPUTED, 0) > 3000
     assert run(documents, "next_use").get(RECOMPUTED, 0) < 100
 
 
 async def retold(cluster: SimCluster) -> None:
-    """Each call receives all earlier texts of the conversation as values."""
+    """Run a conversation in which each call has all earlier texts as inputs."""
     client = cluster.client()
     scope = (await client.create_session()).model_dump()
     said: dict[str, Any] = {}
@@ -132,6 +132,6 @@ async def retold(cluster: SimCluster) -> None:
         await client.get_var(**scope, **said[f"answer_{turn}"])
 
 
-def test_calls_that_take_in_what_was_said_before_find_all_of_it() -> None:
+def test_calls_find_the_kv_of_earlier_texts_of_a_conversation() -> None:
     found = run(retold, "next_use")
     assert found["hit_tokens_total"] == (1 + 2 + 3) * (500 + 5)

@@ -190,7 +190,7 @@ def test_a_file_holds_the_same_and_no_text(tmp_path: Path):
         ('{"event": "trace"}\n{"event": "call", "at": 0}\n', "line 2"),
     ],
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: str, message: str):
+def test_invalid_traces_are_rejected(tmp_path: Path, content: str, message: str):
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message):

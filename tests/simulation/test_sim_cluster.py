@@ -88,7 +88,7 @@ def test_a_read_without_an_engine_is_refused_after_its_own_timeout(
     assert simulate(body, 0, core=core) == pytest.approx(fails_after, abs=0.1)
 
 
-def test_a_call_takes_what_its_steps_cost():
+def test_the_time_of_a_call_is_that_of_its_steps():
     async def body(cluster: SimCluster, program: Program) -> float:
         await program.read(await program.call("x" * 99, length=10))
         return cluster.clock.now()
@@ -128,7 +128,7 @@ def test_the_same_seed_gives_the_same_run():
     assert simulate(body, num_engines=3) == first
 
 
-def test_streams_arrive_as_fast_as_they_are_made_from_any_distance():
+def test_latency_does_not_slow_down_streams():
     async def body(cluster: SimCluster, program: Program) -> tuple[str, list[float]]:
         var_id = await program.call("tell", length=20)
         times = []
@@ -146,7 +146,7 @@ def test_streams_arrive_as_fast_as_they_are_made_from_any_distance():
     assert max(b - a for a, b in pairwise(times)) < 0.03
 
 
-def test_a_killed_engine_costs_its_work_but_no_value():
+def test_a_killed_engine_costs_work_but_no_values():
     async def body(cluster: SimCluster, program: Program) -> tuple[list[str], int]:
         var_ids = [await program.call(f"part {n}", length=50) for n in range(6)]
         reads = [asyncio.ensure_future(program.read(var_id)) for var_id in var_ids]
@@ -180,7 +180,7 @@ def test_a_slow_engine_is_slow_and_a_new_one_helps():
     assert simulate(body) == 8
 
 
-def test_a_silent_engine_is_given_up_by_its_heartbeats_and_comes_back():
+def test_an_engine_without_heartbeats_is_removed_and_rejoins():
     core = CoreConfig(engine_heartbeat_timeout=5.0)
 
     async def body(cluster: SimCluster, program: Program) -> int:
@@ -228,7 +228,7 @@ def test_a_hung_engine_costs_its_reads_a_heartbeat_timeout_and_no_text(
     assert {len(text) for text in texts} == {length}
 
 
-def test_a_reset_connection_costs_no_bystander() -> None:
+def test_a_reset_connection_affects_no_other_call() -> None:
     async def body(cluster: SimCluster, program: Program) -> float:
         engine = cluster.engines["engine0"]
         generate, num_resets = engine.client.generate, 0
@@ -288,7 +288,7 @@ def test_native_functions_really_run_and_take_virtual_time():
     assert simulate(body) == pytest.approx(NATIVE_S)
 
 
-def test_errors_travel_too_and_a_withdrawn_read_is_gone_at_once():
+def test_errors_have_latency_and_a_cancelled_read_ends_at_once():
     async def body(cluster: SimCluster, program: Program) -> None:
         began = cluster.clock.now()
         with pytest.raises(NotFound):

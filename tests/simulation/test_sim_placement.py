@@ -87,7 +87,7 @@ def splits(total: int, parts: int, most: int) -> Iterator[tuple[int, ...]]:
         yield from ((size, *rest) for rest in splits(total - size, parts - 1, size))
 
 
-def test_cold_siblings_end_nearly_as_early_as_with_the_best_split() -> None:
+def test_cold_siblings_are_split_nearly_optimally() -> None:
     spans = {split: makespan(split) for split in splits(SIBLINGS, NUM_ENGINES, SIBLINGS)}
     best = min(spans.values())
     assert max(spans.values()) > 1.2 * best, "it would not matter"
@@ -181,7 +181,7 @@ def test_a_prompt_that_no_engine_takes_fails_and_says_why() -> None:
     run_virtual(main())
 
 
-def test_throughput_work_starts_beside_latency_work_once_it_has_waited_long_enough() -> None:
+def test_throughput_calls_start_next_to_latency_calls_after_a_wait() -> None:
     """The chats take 60 s each, so no other event occurs before."""
     instance = {"num_kv_cache_blocks": 65536, "max_seq_len": 400000}
     engine = SimConfig.model_validate({"instance": instance})

@@ -4,7 +4,7 @@ from benchmark.serve.bench_tenants import Scene, compare, play
 from benchmark.simulated import ENGINES, sim_engine
 
 
-def test_a_chat_hardly_notices_a_crowd() -> None:
+def test_background_calls_hardly_slow_down_a_chat() -> None:
     engine = sim_engine(ENGINES / "sim_llama_3_1_8b.json")
     alone, beside = (
         play(Scene(engine, 1, crowd, "latency", query=1000, think_s=0.5, turns=3, settle_s=4.5))

@@ -35,7 +35,7 @@ def test_timers_fire_in_order_and_ties_as_they_were_set():
     assert run_virtual(main()) == [(1.0, "early"), *ties, (3.0, "late")]
 
 
-def test_time_stands_still_while_anybody_can_run():
+def test_time_does_not_advance_while_a_task_can_run():
     async def main() -> list[float]:
         loop = asyncio.get_running_loop()
         timer = asyncio.create_task(asyncio.sleep(0.001))
@@ -80,7 +80,7 @@ def test_timeouts_and_cancelled_timers():
     assert run_virtual(main()) == 9.0
 
 
-def test_a_deadlock_names_who_waits_and_where():
+def test_a_deadlock_error_names_the_waiting_tasks():
     async def waits_for_ever() -> None:
         await asyncio.get_running_loop().create_future()
 

@@ -1,7 +1,8 @@
 """Build the wheel, install it into an empty environment, and use it in an empty folder.
 
-`python tests/wheel/smoke.py` in an environment with the extra `dev`. Nothing is downloaded: the new
-environment links to packages of this one, at first to those that the wheel needs without extras."""
+Run `python tests/wheel/smoke.py` in an environment with the extra `dev`. Nothing is downloaded. The
+new environment links to packages of this one: first only to those that the wheel needs without
+extras."""
 
 import os
 import signal
@@ -54,8 +55,8 @@ class Environment:
             "PATH": f"{self.bin}:/usr/bin:/bin",
             "COLUMNS": "200",
             "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",  # Waiting threads would take CPU time.
-            # The kernels that this user's engines have compiled for this CPU.
+            "OMP_NUM_THREADS": "1",  # Waiting threads would use CPU time.
+            # Reuse kernels that engines of this user have compiled for this CPU.
             "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")),
         }
 
@@ -64,13 +65,14 @@ class Environment:
         subprocess.run([*pip, "--python", str(self.bin / "python"), command, *args], check=True)
 
     def link(self, paths: Iterable[Path]) -> None:
-        """Add these files and folders to the packages, unless they are there."""
+        """Add these files and folders to the packages, unless they exist."""
         for path in paths:
             if not (link := self.packages / path.name).exists():
                 link.symlink_to(path)
 
     def run(self, *args: str, code: int = 0, says: Iterable[str] = ()) -> str:
-        """What `parrot ARGS` prints. Checks its exit code, and what it says in this order."""
+        """Run `parrot ARGS` and return its output. Checks the exit code, and that the output
+        contains the texts `says` in this order."""
         done = subprocess.run(
             [self.bin / "parrot", *args],
             cwd=self.folder,
@@ -120,7 +122,7 @@ def build(folder: Path) -> Path:
 
 
 def base_packages(wheel: Path) -> list[Path]:
-    """Files and folders of the packages that the wheel needs without extras, and of theirs."""
+    """Return the files of all packages that the wheel needs without extras, recursively."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("dist-info/METADATA"))
         metadata = Parser().parsestr(archive.read(name).decode())
@@ -145,7 +147,7 @@ def base_packages(wheel: Path) -> list[Path]:
 
 
 def other_packages(*, embedded_model: bool) -> list[Path]:
-    """Everything in this environment except Parrot, with or without the embedded model."""
+    """Return all packages of this environment except Parrot, with or without the embedded model."""
     (packages,) = (Path(sys.prefix) / "lib").glob("python3*/site-packages")
     left_out = ("parrot-", "parrot_serve-", "__pycache__")
     return [
@@ -164,7 +166,7 @@ def free_port() -> int:
 
 
 def check_serving(environment: Environment, model: str) -> None:
-    """`up` serves it, `page` and `run` work with it, and Ctrl-C ends it."""
+    """Check that `up` serves the model, `page` and `run` work with it, and Ctrl-C ends it."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
@@ -193,7 +195,7 @@ def check_serving(environment: Environment, model: str) -> None:
 
 
 def check_base(environment: Environment, version: str) -> None:
-    """Without torch: the commands work, or name the commands that install what they need."""
+    """Check that without torch, commands work or name the commands that install what they need."""
     lines = [EXTRA_LINE, MODEL_LINE]
     if sys.platform == "linux":
         lines.insert(0, TORCH_LINE)
@@ -214,8 +216,8 @@ def check_base(environment: Environment, version: str) -> None:
 
 
 def check_namesake(environment: Environment, wheel: Path) -> None:
-    """After the installation of another project's package named `parrot`, the command says how to
-    repair Parrot, and that works."""
+    """Check that after the installation of another project's package `parrot`, the command says how
+    to repair Parrot, and that the repair works."""
     init = environment.packages / "parrot" / "__init__.py"
     init.unlink()
     init.write_text("import a_package_that_is_not_there")
@@ -227,7 +229,7 @@ def check_namesake(environment: Environment, wheel: Path) -> None:
     restore = ["install", "--force-reinstall", "--no-deps", wheel.as_uri()]
     repair = ["pip uninstall -y parrot\n", f"pip {' '.join(restore)}"]
     environment.run("doctor", code=1, says=["error: another project", "parrot 0.1.10", *repair])
-    init.write_text("")  # as if all that it needs were there
+    init.write_text("")  # the other package without its requirements
     environment.run("doctor", code=1, says=["another project", "parrot 0.1.10", *repair])
     environment.pip("uninstall", "-y", "parrot")
     demand(not init.exists(), "the other package did not own the file", str(init))
@@ -237,7 +239,7 @@ def check_namesake(environment: Environment, wheel: Path) -> None:
 
 def check_without_model(environment: Environment) -> None:
     text = environment.run("up", "embedded", code=1, says=["error: embedded", MODEL_LINE])
-    demand("parrot-serve[" not in text, "parrot up asks for what is there", text)
+    demand("parrot-serve[" not in text, "parrot up asks for installed packages", text)
 
 
 def check_all(environment: Environment) -> None:
