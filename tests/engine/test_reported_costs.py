@@ -94,11 +94,11 @@ def test_step_costs_are_estimated_from_the_answers_of_a_foreign_server(max_other
         num_others = number % (max_others + 1)
         costs.set_external_load(ServerLoad(num_others=num_others, other_tokens=100 * num_others))
         answers = [costs.answering(100) for _ in range(num_answers)]
-        under_way = [answer.__enter__() for answer in answers]
+        running = [answer.__enter__() for answer in answers]
         prompt = 20 * (number % 5)
         clock._now += num_tokens * (0.02 + 0.002 * (num_answers + num_others))
         clock._now += prompt * num_answers * 0.001
-        for answer in under_way:
+        for answer in running:
             answer.usage = Usage(output_tokens=num_tokens, computed_tokens=prompt)
         for answer in answers:
             answer.__exit__(None, None, None)

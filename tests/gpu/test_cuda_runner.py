@@ -216,11 +216,11 @@ def test_quantised_kv_gives_nearly_the_tokens_of_the_cpu(
     exact = Driver(cpu.ModelRunner(model, 64, 16, cpu.CpuOptions(quantised=True)))
     seen: list[torch.Tensor] = []
 
-    def watched(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
+    def recording(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
         seen.append(logits.clone())
         return sample(logits, specs)
 
-    monkeypatch.setattr(cpu, "sample", watched)
+    monkeypatch.setattr(cpu, "sample", recording)
     for prompt, output in zip(prompts, outputs, strict=True):
         for length, token in enumerate(output):
             context = exact.context(prompt + output[:length])
@@ -287,12 +287,12 @@ def test_a_long_prompt_has_the_same_logits_at_once_and_in_chunks(
     runner.warm_up()
     forward, seen = runner.computer._forward, []
 
-    def watched(token_ids: Any, attention: Any, plan: Any, rows: Any) -> torch.Tensor:
+    def recording(token_ids: Any, attention: Any, plan: Any, rows: Any) -> torch.Tensor:
         logits = forward(token_ids, attention, plan, rows)
         seen.append((plan.buffers.work.dense, logits))
         return logits
 
-    monkeypatch.setattr(runner.computer, "_forward", watched)
+    monkeypatch.setattr(runner.computer, "_forward", recording)
     driver = Driver(runner)
     [prompt] = random_prompts(length)
     for chunk in (length, 1000):
@@ -339,11 +339,11 @@ def test_the_embedded_model_gives_nearly_the_tokens_of_the_cpu(
     exact = embedded("cpu", "float32")
     seen: list[torch.Tensor] = []
 
-    def watched(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
+    def recording(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> StepResult:
         seen.append(logits.clone())
         return sample(logits, specs)
 
-    monkeypatch.setattr(cpu, "sample", watched)
+    monkeypatch.setattr(cpu, "sample", recording)
     for prompt, on_cpu, on_gpu in zip(prompts, *outputs, strict=True):
         if on_cpu == on_gpu:
             continue

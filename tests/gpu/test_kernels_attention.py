@@ -196,10 +196,10 @@ def test_a_graph_replays_another_plan_in_the_same_buffers(quantised: bool) -> No
     split = SplitConfig(min_span=(128,) * 3)
     plans = [plan_work(first.step, shape, g, s) for g, s in ((SHARE_ALL, split), (None, split))]
     needs = [dataclasses.astuple(Capacity.of(work)) for work in plans]
-    room = Capacity(*(max(sizes) + 3 for sizes in zip(*needs, strict=True)))
+    capacity = Capacity(*(max(sizes) + 3 for sizes in zip(*needs, strict=True)))
     if not quantised:  # Plain pages are never converted.
-        room = dataclasses.replace(room, converted_fills=0, converted_pages=0)
-    run = Run(first, shape, split=split, capacity=room)
+        capacity = dataclasses.replace(capacity, converted_fills=0, converted_pages=0)
+    run = Run(first, shape, split=split, capacity=capacity)
     run.launch()
     run.check()
     graph = torch.cuda.CUDAGraph()

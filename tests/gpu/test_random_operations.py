@@ -45,7 +45,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert isinstance(runner, CudaRunner)
     launch, prompts_ahead, penalized_ahead = runner.launch, [], []
 
-    def watched(plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
+    def recording(plan: StepPlan, previous: LaunchedStep | None) -> LaunchedStep | None:
         if previous is not None and plan.num_tokens > len(plan.sequences):
             prompts_ahead.append(plan.num_tokens)
         for sequence in plan.sequences:
@@ -54,7 +54,7 @@ def test_random_operations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 penalized_ahead.append(spec.job_id)
         return launch(plan, previous)
 
-    monkeypatch.setattr(runner, "launch", watched)
+    monkeypatch.setattr(runner, "launch", recording)
     core = EngineCore(config, runner, Language.of(tokenizer), MonotonicClock())
     world = World(core, random.Random(3))
     world.run(int(os.environ.get("PARROT_GPU_OPERATIONS", "2000")))

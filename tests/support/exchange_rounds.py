@@ -28,15 +28,15 @@ class Round:
     @classmethod
     def drawn(cls, number: int, size: int, shape: tuple[int, int], dtype: torch.dtype) -> "Round":
         width, max_rows = shape
-        dice = torch.Generator().manual_seed(number)
-        rows = int(torch.randint(1, max_rows + 1, (), generator=dice))
+        generator = torch.Generator().manual_seed(number)
+        rows = int(torch.randint(1, max_rows + 1, (), generator=generator))
         rows = rows if number % 3 == 0 else 1 + rows % memory.MESSAGE_ROWS
         splits = 2 if rows <= memory.MESSAGE_ROWS and number % 2 else 1
         return cls(
-            torch.randn((size, splits, rows, width), generator=dice).to(dtype),
-            torch.randn((rows, width), generator=dice).to(dtype),
-            torch.randn(width, generator=dice).to(dtype),
-            torch.randint(0, 1 << 30, (size, 2, 1 + rows // 4), generator=dice).int(),
+            torch.randn((size, splits, rows, width), generator=generator).to(dtype),
+            torch.randn((rows, width), generator=generator).to(dtype),
+            torch.randn(width, generator=generator).to(dtype),
+            torch.randint(0, 1 << 30, (size, 2, 1 + rows // 4), generator=generator).int(),
         )
 
     def check_sum(self, residual: torch.Tensor, normed: torch.Tensor) -> None:

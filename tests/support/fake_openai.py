@@ -71,10 +71,10 @@ class FakeOpenAI:
             app.post(prefix + "/completions")(self._completions)
             app.post(prefix + "/chat/completions")(self._completions)
             app.post(prefix + "/embeddings")(self._embeddings)
-        app.get("/{path:path}")(self._tell)
+        app.get("/{path:path}")(self._other_paths)
         return app
 
-    async def _tell(self, path: str) -> Response:
+    async def _other_paths(self, path: str) -> Response:
         told = self.told.get(f"/{path}")
         if told is None:
             return JSONResponse({"detail": "Not Found"}, 404)
@@ -189,11 +189,11 @@ class FakeOpenAI:
 
     async def _hold_while_connected(self, request: Request, hold: asyncio.Event) -> None:
         released = asyncio.ensure_future(hold.wait())
-        gone = asyncio.ensure_future(request.receive())
-        await asyncio.wait((released, gone), return_when=asyncio.FIRST_COMPLETED)
+        disconnected = asyncio.ensure_future(request.receive())
+        await asyncio.wait((released, disconnected), return_when=asyncio.FIRST_COMPLETED)
         if not released.done():
             self.cancelled.set()
-        for task in (released, gone):
+        for task in (released, disconnected):
             task.cancel()
 
     async def _events(

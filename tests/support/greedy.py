@@ -25,6 +25,6 @@ class Greedy:
             with torch.inference_mode():
                 logits = self._twin(tokens[:, :-1]).logits[0, len(prompt) - 1 :]
             chosen = logits.gather(1, torch.tensor(output)[:, None])[:, 0]
-            behind = logits.max(dim=1).values - chosen
-            wrong = torch.nonzero(behind > _TIE).flatten().tolist()
+            gap = logits.max(dim=1).values - chosen
+            wrong = torch.nonzero(gap > _TIE).flatten().tolist()
             assert not wrong, f"output {number}: tokens {wrong} are not the most likely ones"

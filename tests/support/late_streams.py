@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from parrot.engine.runner.host import cuda
 
 
-class Place:
+class StreamPosition:
     """A position in a stream."""
 
     is_passed = False
@@ -32,22 +32,22 @@ class LateStream:
     streams: "list[LateStream]"
 
     def __init__(self, device: object = None) -> None:
-        self._work: deque[tuple[Place | None, Callable[[], object]]] = deque()
+        self._work: deque[tuple[StreamPosition | None, Callable[[], object]]] = deque()
         self._pace = 1.0
         self.streams.append(self)
 
-    def put(self, work: Callable[[], object], behind: Place | None = None) -> None:
-        self._work.append((behind, work))
+    def put(self, work: Callable[[], object], after: StreamPosition | None = None) -> None:
+        self._work.append((after, work))
 
     def wait_event(self, event: "LateEvent") -> None:
-        self.put(lambda: None, event.place)
+        self.put(lambda: None, event.position)
 
     @property
     def can_run(self) -> bool:
         if not self._work:
             return False
-        behind, _ = self._work[0]
-        return behind is None or behind.is_passed
+        after, _ = self._work[0]
+        return after is None or after.is_passed
 
     def run_next(self) -> None:
         _, work = self._work.popleft()
@@ -75,14 +75,14 @@ class LateStream:
 
 class LateEvent:
     def __init__(self, **options: bool) -> None:
-        self.place: Place | None = None
+        self.position: StreamPosition | None = None
 
     def record(self) -> None:
-        self.place = Place()
-        LateStream.current.put(self.place.passed)
+        self.position = StreamPosition()
+        LateStream.current.put(self.position.passed)
 
     def query(self) -> bool:
-        return self.place is None or self.place.is_passed
+        return self.position is None or self.position.is_passed
 
     def synchronize(self) -> None:
         while not self.query():

@@ -16,9 +16,9 @@ def allowed_together(constraints: Sequence[Constraint]) -> list[list[int]]:
     return [np.flatnonzero(row).tolist() for row in bits]
 
 
-def allowed(constraint: Constraint, place: int, before: int | None = None) -> list[int] | None:
+def allowed(constraint: Constraint, position: int, before: int | None = None) -> list[int] | None:
     """The allowed tokens at a position of the output, or None if the output has ended."""
-    if not constraint.is_masked(place, before):
+    if not constraint.is_masked(position, before):
         return None
     (tokens,) = allowed_together([constraint])
     return tokens

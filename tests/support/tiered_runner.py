@@ -37,7 +37,7 @@ class TieredRunner(CheckingRunner):
         num_slots = 0 if info.window is None else info.window.num_host_slots
         self._host_windows = [[GARBAGE] * info.block_size for _ in range(num_slots)]
         self.flights: list[Flight] = []
-        self.begun: list[Transfer] = []
+        self.started: list[Transfer] = []
         self.rng = random.Random(0)
         self.min_polls = 0
         self.max_polls = 0
@@ -49,7 +49,7 @@ class TieredRunner(CheckingRunner):
             fails = self.fail_every is not None and self.rng.randrange(self.fail_every) == 0
             flight = Flight(transfer, polls, not fails)
             assert len(set(transfer.blocks)) == len(transfer.blocks) == len(transfer.slots)
-            self.begun.append(transfer)
+            self.started.append(transfer)
             self.flights.append(flight)
             if transfer.to_host or self.rng.random() < 0.5:
                 self.begin(flight)

@@ -95,15 +95,15 @@ def test_a_late_follower_gets_all_text_from_the_first_token(text, data):
     ids = [*text.encode(), 65]
     joins = [data.draw(st.integers(0, len(ids) - 1)) for _ in range(2)]
     out = generation(max_gen_length=len(ids), ignore_tokenizer_eos=True, logprobs=1)
-    heard: list[list] = []
+    streams: list[list] = []
     for number, token_id in enumerate(ids):
-        heard += [[out.start_streaming()] for _ in range(joins.count(number))]
+        streams += [[out.start_streaming()] for _ in range(joins.count(number))]
         out.push(token_id, ([token_id, token_id], [-1.0, -1.0]))
         if out.is_streamed:
             chunk = out.take_chunk()
-            for chunks in heard:
+            for chunks in streams:
                 chunks.append(chunk)
-    for chunks in heard:
+    for chunks in streams:
         there = [chunk for chunk in chunks if chunk is not None]
         assert "".join(chunk.text for chunk in there) == out.text() == text + "A"
         assert [i for chunk in there for i in chunk.ids] == ids
@@ -119,8 +119,8 @@ def test_outputs_without_a_stream_are_reported_up_to_the_newest_token(monkeypatc
     assert [(p.context_id, p.start, p.end) for p in first] == [(1, 0, 5), (3, 0, 5)]
     assert bytes(first[0].token_ids().tolist()) == b"abcde"
     feed(whole, b"g")
-    told = {part.context_id: part.end for part in first}
-    assert [(p.start, p.end) for p in unreported_outputs(outputs, told)] == [(5, 6), (5, 5)]
+    reported = {part.context_id: part.end for part in first}
+    assert [(p.start, p.end) for p in unreported_outputs(outputs, reported)] == [(5, 6), (5, 5)]
     monkeypatch.setattr(output, "_MAX_REPORTED_TOKENS", 24)
     assert [(p.start, p.end) for p in unreported_outputs(outputs, {})] == [(0, 6), (0, 2)]
     whole.start_streaming()

@@ -98,11 +98,11 @@ def test_keys_are_equal_only_where_both_are_public_or_have_one_salt(
 @given(
     block_size=st.sampled_from([1, 2, 3, 4, 8]),
     public=st.text("ab", min_size=1, max_size=12),
-    behind=st.text("ab", min_size=1, max_size=12),
+    suffix=st.text("ab", min_size=1, max_size=12),
 )
-def test_a_prompt_of_another_salt_shares_the_full_public_blocks(block_size, public, behind):
+def test_a_prompt_of_another_salt_shares_the_full_public_blocks(block_size, public, suffix):
     engine = Harness(num_blocks=128, block_size=block_size)
-    text, whole = public + behind, len(public) // block_size * block_size
+    text, whole = public + suffix, len(public) // block_size * block_size
     cached(engine, 1, text, "one", public=len(public))
     assert cached(engine, 2, text, "other", public=len(public)) == whole
     engine.core.check_integrity()

@@ -141,7 +141,7 @@ def test_a_returning_chat_finds_no_step_full_of_a_crowds_prompts() -> None:
     engine.generate(piece(CHAT_ID, "hello"), length=2, share=CHAT)
     engine.run()
 
-    def most(count: int, first: int) -> int:
+    def largest_prompt_step(count: int, first: int) -> int:
         """The prompt tokens of the largest step."""
         for n in range(first, first + count):
             engine.generate(piece(n, f"{n:<1000}"), length=2, share=CROWD)
@@ -153,10 +153,10 @@ def test_a_returning_chat_finds_no_step_full_of_a_crowds_prompts() -> None:
         return max(sizes)
 
     engine.clock._now += 60
-    assert 1000 <= most(30, 0) <= 1024 + 30
-    assert most(10, 100) > 2000  # Ten jobs are not limited.
+    assert 1000 <= largest_prompt_step(30, 0) <= 1024 + 30
+    assert largest_prompt_step(10, 100) > 2000  # Ten jobs are not limited.
     engine.clock._now += 600
-    assert most(30, 200) > 2000
+    assert largest_prompt_step(30, 200) > 2000
 
 
 def test_the_last_prompt_token_of_a_crowds_budget_is_used_once() -> None:

@@ -79,10 +79,10 @@ async def check_model(count: int, seed: int, device: str) -> Counter[str]:
             "seed": number,
         }
         prompt = {"context_id": number, "text": PROMPTS[number % len(PROMPTS)]}
-        asked = {"context_id": number, "fills": [prompt], "sampling_config": sampling}
+        request = {"context_id": number, "fills": [prompt], "sampling_config": sampling}
         async with at_once:
             try:
-                answer = await service.generate(GenerateRequest.model_validate(asked))
+                answer = await service.generate(GenerateRequest.model_validate(request))
             except InvalidRequest:
                 counts["refused"] += 1
                 return

@@ -58,13 +58,13 @@ def constraint_of(family: Family | CallMarkup, rules: CallRules, schema: Any = N
 
 def accepts(constraint: Constraint, text: str) -> bool:
     """Whether the whole text is an allowed answer."""
-    place = 0
-    for place, token in enumerate([*TOKENIZER.encode(text).ids, EOS]):
+    position = 0
+    for position, token in enumerate([*TOKENIZER.encode(text).ids, EOS]):
         if constraint.is_complete and token == EOS:
             return True
-        if token not in (allowed(constraint, place) or ()):
+        if token not in (allowed(constraint, position) or ()):
             return False
-        constraint.take(place, token)
+        constraint.take(position, token)
     return True
 
 

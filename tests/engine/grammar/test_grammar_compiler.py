@@ -61,9 +61,9 @@ def random_text(constraint: Constraint, seed: int, limit: int = 400) -> str | No
 def write(constraint: Constraint, text: str) -> int:
     """Check that the constraint allows the text, and take its tokens. Returns their number."""
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    for place, token in enumerate(ids):
-        assert token in allowed(constraint, place), (text, place)
-        constraint.take(place, token)
+    for position, token in enumerate(ids):
+        assert token in allowed(constraint, position), (text, position)
+        constraint.take(position, token)
     return len(ids)
 
 
@@ -87,19 +87,19 @@ def test_a_schema_as_an_object_or_as_text(schema: Any) -> None:
 def test_an_output_may_end_only_where_it_is_complete() -> None:
     constraint = constraint_of(regex="ab(cd)*")
     assert EOS not in allowed(constraint, 0)
-    place = write(constraint, "ab")
+    position = write(constraint, "ab")
     assert not constraint.is_complete
-    assert sorted(allowed(constraint, place)) == sorted([EOS, *TOKENIZER.encode("c").ids])
-    constraint.take(place, EOS)
+    assert sorted(allowed(constraint, position)) == sorted([EOS, *TOKENIZER.encode("c").ids])
+    constraint.take(position, EOS)
     assert constraint.is_complete
 
 
 def test_with_ignored_eos_an_output_ends_where_no_token_may_follow() -> None:
     constraint = constraint_of(regex="ab?", ignore_tokenizer_eos=True)
-    place = write(constraint, "a")
-    assert EOS not in allowed(constraint, place)
+    position = write(constraint, "a")
+    assert EOS not in allowed(constraint, position)
     write_on = TOKENIZER.encode("b").ids[0]
-    constraint.take(place, write_on)
+    constraint.take(position, write_on)
     assert constraint.is_complete
 
 
@@ -154,10 +154,10 @@ def test_constraints_can_be_read_while_masks_are_computed() -> None:
 
     thread = threading.Thread(target=engine)
     thread.start()
-    for place in range(1, 100):
+    for position in range(1, 100):
         assert all(a in tokens for tokens in allowed_together(batch))
         for constraint in batch:
-            constraint.take(place, a)
+            constraint.take(position, a)
     done.set()
     thread.join()
     assert not failures
@@ -319,14 +319,14 @@ def test_expensive_grammars_are_followed_or_refused_in_time(fields: dict[str, An
     except InvalidRequest as error:
         assert "to compile" in error.message  # noqa: PT017 - on a machine that is busy
         return
-    for place in range(20):
+    for position in range(20):
         began = time.process_time()
-        tokens = allowed(constraint, place)
+        tokens = allowed(constraint, position)
         assert time.process_time() - began < 2
         if tokens is None:
             return
         try:
-            constraint.take(place, tokens[0])
+            constraint.take(position, tokens[0])
         except InvalidRequest:
             return
 
@@ -357,10 +357,12 @@ def test_the_cache_of_lexers_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> Non
 def failure_of(constraint: Constraint, seed: int) -> InvalidRequest | None:
     """The error that ends an output of random letters under a grammar without an end."""
     rng, letters = random.Random(seed), [TOKENIZER.encode(letter).ids[0] for letter in "abcxyz"]
-    for place in range(20_000):
-        tokens = set(allowed(constraint, place) or ())
+    for position in range(20_000):
+        tokens = set(allowed(constraint, position) or ())
         try:
-            constraint.take(place, rng.choice([letter for letter in letters if letter in tokens]))
+            constraint.take(
+                position, rng.choice([letter for letter in letters if letter in tokens])
+            )
         except InvalidRequest as error:
             return error
     return None
@@ -395,11 +397,11 @@ def test_an_ambiguous_grammar_fails_before_it_is_slow(grammar: str) -> None:
     (letter,) = TOKENIZER.encode("a").ids
 
     def follow() -> None:
-        for place in range(260):
+        for position in range(260):
             _, others = allowed_together([constraint, other])
             assert letter in others
-            other.take(place, letter)
-            constraint.take(place, letter)
+            other.take(position, letter)
+            constraint.take(position, letter)
 
     with pytest.raises(InvalidRequest, match=r"cannot be followed: .* items.*500") as caught:
         follow()
@@ -412,14 +414,14 @@ def test_long_outputs_and_large_unambiguous_grammars_are_followed() -> None:
     words = " | ".join(f'"word {i}"' for i in range(400))
     many = constraint_of(grammar=f'start: ({words} | "a,")*')
     for constraint in (several, many):
-        for place in range(3000):
-            token = comma if place % 2 else letter
-            assert token in (allowed(constraint, place) or ())
-            constraint.take(place, token)
+        for position in range(3000):
+            token = comma if position % 2 else letter
+            assert token in (allowed(constraint, position) or ())
+            constraint.take(position, token)
     schema = {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(300)}}
     wide = constraint_of(json_schema=schema | {"additionalProperties": False})
-    for place, token in enumerate(TOKENIZER.encode('{"p7":null,"p299":null}').ids):
-        wide.take(place, token)
+    for position, token in enumerate(TOKENIZER.encode('{"p7":null,"p299":null}').ids):
+        wide.take(position, token)
     assert wide.is_complete
 
 

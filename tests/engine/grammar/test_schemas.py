@@ -15,10 +15,10 @@ from tests.support.masks import allowed
 def accepts(schema: dict[str, Any], text: str) -> bool:
     constraint = constraint_of(json_schema=schema)
     ids = TOKENIZER.encode(text, add_special_tokens=False).ids
-    for place, token in enumerate(ids):
-        if token not in (allowed(constraint, place) or ()):
+    for position, token in enumerate(ids):
+        if token not in (allowed(constraint, position) or ()):
             return False
-        constraint.take(place, token)
+        constraint.take(position, token)
     eos = constraint.end_ids
     return constraint.is_complete or not {*eos}.isdisjoint(allowed(constraint, len(ids)) or ())
 

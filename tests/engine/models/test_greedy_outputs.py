@@ -63,7 +63,7 @@ class CountingRunner(ModelRunner):
         return [Landed(r.transfer_id, r.succeeded, 0.0) for r in super().landed(wait=wait)]
 
 
-class Twins:
+class ModelPair:
     """A tiny model in the engine core and in transformers."""
 
     def __init__(
@@ -101,25 +101,25 @@ class Twins:
         return [answer.generated_ids for answer in answers]
 
 
-def num_cached_tokens(twins: Twins, num_tokens: int) -> int:
+def num_cached_tokens(models: ModelPair, num_tokens: int) -> int:
     """Check the outputs of prompts, then the outputs of forks inside these prompts and outputs.
     Returns the number of the forks' tokens that came from the cache."""
     rng = random.Random(0)
     prefix = [rng.randrange(256) for _ in range(PREFIX)]
     prompts = [prefix + [rng.randrange(256) for _ in range(length)] for length in OTHERS]
-    outputs = twins.generate(prompts, num_tokens)
-    twins.greedy.check(prompts, outputs)
+    outputs = models.generate(prompts, num_tokens)
+    models.greedy.check(prompts, outputs)
 
-    before = twins.runner.num_tokens
+    before = models.runner.num_tokens
     forks = [
         [*prefix[:40], 7],
         prompts[0] + outputs[0][:18],
         [*prompts[0], *outputs[0][:9], 5],
         prompts[2] + outputs[2][:24],
     ]
-    twins.greedy.check(forks, twins.generate(forks, num_tokens))
+    models.greedy.check(forks, models.generate(forks, num_tokens))
     num_all = sum(map(len, forks)) + len(forks) * (num_tokens - 1)
-    return num_all - (twins.runner.num_tokens - before)
+    return num_all - (models.runner.num_tokens - before)
 
 
 ALL_CACHED = 32 + 64 + 48 + 96
@@ -129,8 +129,8 @@ ALL_CACHED = 32 + 64 + 48 + 96
 def test_outputs_equal_those_of_transformers(
     tmp_path: Path, family: str, overrides: Mapping[str, Any]
 ) -> None:
-    twins = Twins(make_tiny_model(tmp_path / "model", family, overrides=overrides))
-    assert num_cached_tokens(twins, NUM_TOKENS) == ALL_CACHED
+    models = ModelPair(make_tiny_model(tmp_path / "model", family, overrides=overrides))
+    assert num_cached_tokens(models, NUM_TOKENS) == ALL_CACHED
 
 
 WINDOWED = {
@@ -147,8 +147,8 @@ def test_outputs_with_window_slots(
 ) -> None:
     """With few slots, jobs are preempted and windows are computed again."""
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
-    twins = Twins(folder, num_slots=num_slots)
-    cached = num_cached_tokens(twins, MANY_TOKENS if num_slots == FEW_SLOTS else NUM_TOKENS)
+    models = ModelPair(folder, num_slots=num_slots)
+    cached = num_cached_tokens(models, MANY_TOKENS if num_slots == FEW_SLOTS else NUM_TOKENS)
     assert cached < ALL_CACHED if num_slots == FEW_SLOTS else cached == ALL_CACHED
 
 
@@ -173,11 +173,11 @@ def test_outputs_with_preemptions_and_a_host_tier(
     again."""
     family, overrides = MODELS[name]
     folder = make_tiny_model(tmp_path / "model", family, overrides=overrides)
-    twins = Twins(folder, num_blocks=20, num_host_blocks=60, **slots)
+    models = ModelPair(folder, num_blocks=20, num_host_blocks=60, **slots)
     rng = random.Random(1)
     prompts = [[rng.randrange(256) for _ in range(70 + 9 * number)] for number in range(8)]
-    outputs = twins.generate(prompts, MANY_TOKENS)
-    twins.greedy.check(prompts, outputs)
+    outputs = models.generate(prompts, MANY_TOKENS)
+    models.greedy.check(prompts, outputs)
     further = [prompt + output for prompt, output in zip(prompts, outputs, strict=True)]
-    twins.greedy.check(further, twins.generate(further))
-    assert twins.core.runtime_info().prompt_tokens.host > 200
+    models.greedy.check(further, models.generate(further))
+    assert models.core.runtime_info().prompt_tokens.host > 200

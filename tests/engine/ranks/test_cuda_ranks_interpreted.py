@@ -42,10 +42,10 @@ class Alone:
     size = 1
     exchanges = None
 
-    def __init__(self, rank: int, said: list[torch.Tensor]) -> None:
+    def __init__(self, rank: int, broadcasts: list[torch.Tensor]) -> None:
         self.rank = 0
-        self._said = said
-        self._listens = rank > 0
+        self._broadcasts = broadcasts
+        self._receives = rank > 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -54,10 +54,10 @@ class Alone:
         return x
 
     def broadcast(self, x: torch.Tensor) -> None:
-        if self._listens:
-            x.copy_(self._said.pop(0))
+        if self._receives:
+            x.copy_(self._broadcasts.pop(0))
         else:
-            self._said.append(x.clone())
+            self._broadcasts.append(x.clone())
 
 
 class Recorded(Unit):
@@ -74,13 +74,13 @@ class Recorded(Unit):
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[[int, Unit | None], CudaRunner]:
     path = make_tiny_model(tmp_path / "model", "llama", overrides=SIZES)
-    checkpoint, said = open_checkpoint(str(path)), cast("list[torch.Tensor]", [])
+    checkpoint, broadcasts = open_checkpoint(str(path)), cast("list[torch.Tensor]", [])
 
     def runner(rank: int, unit: Unit | None) -> CudaRunner:
         options = CudaOptions(
             max_rows=4, max_tokens=64, gate=SHARE_ALL, use_graphs=False, upcast=True
         )
-        ranks: Ranks = Alone(rank, said)
+        ranks: Ranks = Alone(rank, broadcasts)
         with pytest.MonkeyPatch.context() as patch:  # The kernels read plain weights.
             patch.setattr(decoder, "make_linear", PlainLinear)
             take = functools.partial(checkpoint.take, device=torch.device("cpu"))

@@ -123,12 +123,12 @@ def test_the_parts_of_all_ranks_make_up_the_tensors(kind: str) -> None:
     )
     size = 3 if kind == "embedded" else 4
     layer = OWN.layer.format(i=1)
-    wholly = [(OWN.final_norm, None)]
+    undivided = [(OWN.final_norm, None)]
     by_rows = [(f"{layer}.{name}", 0) for name in (OWN.q, OWN.k, OWN.up)]
     by_columns = [(f"{layer}.{name}", 1) for name in (OWN.o, OWN.down)]
     if kind == "embedded":
         by_rows.append((OWN.embed, 0))
-    for module, dim in [*wholly, *by_rows, *by_columns]:
+    for module, dim in [*undivided, *by_rows, *by_columns]:
         name = f"{module}.weight"
         parts = [
             Partition(checkpoint.spec, RankGroup(rank, size)).part(name) for rank in range(size)

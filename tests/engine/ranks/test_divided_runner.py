@@ -250,12 +250,12 @@ class ChangingTask(Unit):
     """A unit for which a step has just begun at every odd check, and no step runs at every even
     check."""
 
-    looks = 0
+    checks = 0
 
     @property  # type: ignore[override]
     def _task(self) -> _Task | None:
-        self.looks += 1
-        return _Task(time.monotonic(), 60) if self.looks % 2 else None
+        self.checks += 1
+        return _Task(time.monotonic(), 60) if self.checks % 2 else None
 
     @_task.setter
     def _task(self, task: _Task | None) -> None:
@@ -267,7 +267,7 @@ def test_ranks_are_still_watched_after_a_step_ends_during_a_check() -> None:
     unit = ChangingTask(Hung(), [link], with_tables=True, patience=timedelta(seconds=0.01))
     unit.on_lost(lost.set)
     with other:
-        while unit.looks < 4:
+        while unit.checks < 4:
             time.sleep(0.01)
     assert lost.wait(60), "the unit did not notice that the other rank exited"
     unit.close()

@@ -17,7 +17,7 @@ from parrot.engine.core.steps import DeviceLost, Transfer
 from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.spec import LayerGroup
-from parrot.engine.runner import load as room
+from parrot.engine.runner import load
 from parrot.engine.runner.cpu import ModelRunner
 from parrot.engine.runner.host.copies import GIB, RankTransfers
 from parrot.engine.runner.kv_cache import KVLayout
@@ -223,12 +223,12 @@ def test_all_ranks_have_the_same_number_of_blocks_and_refuse_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def agreed(free: list[int]) -> list[Any]:
-        rooms = iter(free)
-        monkeypatch.setattr(room, "blocks_in_free_memory", lambda *_: next(rooms))
+        free_sizes = iter(free)
+        monkeypatch.setattr(load, "blocks_in_free_memory", lambda *_: next(free_sizes))
 
         def ask(group: RankGroup) -> object:
             try:
-                return room.blocks_for_all(LAYOUT, CPU, group)
+                return load.blocks_for_all(LAYOUT, CPU, group)
             except ConfigError:
                 return ConfigError
 
@@ -244,13 +244,13 @@ def test_ranks_divide_the_host_tier_and_refuse_more_than_free_memory(
     free = 30 * LAYOUT.block_bytes
 
     def agreed(num_blocks: float | None) -> list[Any]:
-        rooms = iter([2 * free, free, 3 * free])
-        monkeypatch.setattr(room, "available_memory", lambda: next(rooms))
+        free_sizes = iter([2 * free, free, 3 * free])
+        monkeypatch.setattr(load, "available_memory", lambda: next(free_sizes))
         gib = None if num_blocks is None else num_blocks * LAYOUT.block_bytes / GIB
 
         def ask(group: RankGroup) -> object:
             try:
-                num_bytes = room.host_bytes_for_all(gib, KvSizes(LAYOUT, 100), group)
+                num_bytes = load.host_bytes_for_all(gib, KvSizes(LAYOUT, 100), group)
                 return num_bytes // LAYOUT.block_bytes
             except ConfigError:
                 return ConfigError

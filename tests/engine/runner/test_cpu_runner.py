@@ -10,7 +10,7 @@ import torch
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.core.steps import SampleSpec, SequenceStep, StepPlan
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
-from parrot.engine.runner import load as room
+from parrot.engine.runner import load
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.load import load_runner
 from parrot.protocol.errors import ModelNumerics
@@ -192,7 +192,7 @@ def test_a_separate_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "blocks_in_free_memory", lambda layout, device, ranks: 11)
+    monkeypatch.setattr(load, "blocks_in_free_memory", lambda layout, device, ranks: 11)
     assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
 
 

@@ -409,12 +409,12 @@ def test_steps_launched_ahead_under_the_engine_core(
     pending: list[int] = []
     build = own._inputs.build
 
-    def watched(plan: StepPlan) -> StepInputs:
+    def recording(plan: StepPlan) -> StepInputs:
         inputs = build(plan)
         pending.extend(inputs.pending)
         return inputs
 
-    monkeypatch.setattr(own._inputs, "build", watched)
+    monkeypatch.setattr(own._inputs, "build", recording)
     samplings = [ResolvedSampling(**fields[i % len(fields)], seed=i) for i in range(3)]
     want = core_outputs(plain, samplings)
     assert core_outputs(own, samplings) == want
@@ -491,11 +491,11 @@ def test_steps_without_log_probabilities_copy_no_logits(
     scored: list[int] = []
     score = token_choice.score_tokens
 
-    def watched(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
+    def recording(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> torch.Tensor:
         scored.append(len(logits))
         return score(logits, tokens, num_top)
 
-    monkeypatch.setattr(token_choice, "score_tokens", watched)
+    monkeypatch.setattr(token_choice, "score_tokens", recording)
     core_answers(own, [ResolvedSampling(temperature=0)] * 2)
     assert scored == []
     core_answers(

@@ -50,11 +50,11 @@ class Tiered(Harness):
         self.runner = TieredRunner(info, self.tokens_of, next_letter)
         self.core = EngineCore(SimConfig(**config), self.runner, LANGUAGE, self.clock)
 
-    def begun(self, *, to_host: bool) -> list[Transfer]:
-        return [t for t in self.runner.begun if t.to_host == to_host]
+    def started(self, *, to_host: bool) -> list[Transfer]:
+        return [t for t in self.runner.started if t.to_host == to_host]
 
     def num_copied(self, *, to_host: bool) -> int:
-        return sum(len(t.blocks) for t in self.begun(to_host=to_host))
+        return sum(len(t.blocks) for t in self.started(to_host=to_host))
 
     @property
     def tier(self) -> HostTier:
@@ -87,7 +87,7 @@ def test_nothing_is_copied_next_to_steps_while_gpu_blocks_are_free():
     answer = harness.generate(piece(1, "abcdefghijkl"), length=8)
     while answer.response is None:
         harness.step()
-        assert answer.response is not None or not harness.runner.begun
+        assert answer.response is not None or not harness.runner.started
     harness.run()
     assert harness.num_copied(to_host=True) == 4
 
@@ -162,7 +162,7 @@ def test_other_jobs_run_while_one_waits_for_a_load():
     waiting = harness.generate(piece(1, "x"), length=2)
     other = harness.generate(piece(2, "abc"), length=2)
     harness.step()
-    assert harness.begun(to_host=False)
+    assert harness.started(to_host=False)
     while other.response is None:
         harness.step()
     assert waiting.response is None
@@ -364,7 +364,7 @@ def test_without_prefix_caching_there_is_no_host_tier():
     harness = Tiered(scheduler={"prefix_caching": False})
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
-    assert not harness.runner.begun
+    assert not harness.runner.started
 
 
 def test_a_copy_of_wrong_kv_is_dropped_although_its_block_was_reused():

@@ -13,7 +13,7 @@ def harness(num_slots: int, num_blocks: int, num_host_slots: int = 20) -> Tiered
 
 
 def of_windows(world: Tiered, *, to_host: bool) -> list[Transfer]:
-    return [transfer for transfer in world.begun(to_host=to_host) if transfer.of_windows]
+    return [transfer for transfer in world.started(to_host=to_host) if transfer.of_windows]
 
 
 def fill(world: Tiered, context_id: int, text: str) -> int:
@@ -37,8 +37,8 @@ def test_only_a_window_is_loaded_if_the_gpu_has_the_blocks() -> None:
     reuse_slots(world)
     assert sum(len(t.blocks) for t in of_windows(world, to_host=True)) >= 2
     assert fill(world, 3, TEXT + "+") == 1
-    assert [len(t.blocks) for t in world.begun(to_host=False)] == [2]
-    assert of_windows(world, to_host=False) == world.begun(to_host=False)
+    assert [len(t.blocks) for t in world.started(to_host=False)] == [2]
+    assert of_windows(world, to_host=False) == world.started(to_host=False)
 
 
 def test_blocks_and_their_window_are_loaded() -> None:
@@ -46,7 +46,7 @@ def test_blocks_and_their_window_are_loaded() -> None:
     assert fill(world, 1, TEXT) == 40
     fill_the_device(world)
     assert fill(world, 3, TEXT + "+") == 1
-    loaded = world.begun(to_host=False)
+    loaded = world.started(to_host=False)
     assert {t.of_windows: len(t.blocks) for t in loaded} == {False: 10, True: 2}
     info = world.core.runtime_info().host_tier
     assert info.returned_bytes == 10 * 2 + 2 * 3

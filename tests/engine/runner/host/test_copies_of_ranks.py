@@ -79,8 +79,8 @@ class World:
         self._reader = StepReader()
         # The numbers in blocks and in host slots after all running transfers.
         self._content: Contents = dict.fromkeys(range(NUM_BLOCKS), 0.0)
-        self._held: Contents = {}
-        self._under_way: dict[int, tuple[Transfer, list[float]]] = {}
+        self._host_content: Contents = {}
+        self._running: dict[int, tuple[Transfer, list[float]]] = {}
         self._number = 0
         self.num_loaded = 0
 
@@ -90,7 +90,7 @@ class World:
             self._rng.choices(kinds, [3, 2, 2, 3, 3])[0]()
         while self._messages:
             self.deliver()
-        while self._under_way:
+        while self._running:
             self.poll()
         self.step(range(NUM_BLOCKS), ())
         self.deliver()
@@ -123,33 +123,33 @@ class World:
             if to_host:
                 slots = [s for s in range(NUM_SLOTS) if s not in self._slots()]
             else:
-                slots = list(self._held)
+                slots = list(self._host_content)
             count = min(len(blocks), len(slots))
             slots, blocks = self._rng.sample(slots, count), blocks[:count]
             if count:
-                planned.append(self._begun(to_host, blocks, slots))
+                planned.append(self._start(to_host, blocks, slots))
         if planned:
             with on(self._first.stream):
                 self._first.copies.transfer(planned)
 
-    def _begun(self, to_host: bool, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
+    def _start(self, to_host: bool, blocks: Sequence[int], slots: Sequence[int]) -> Transfer:
         transfer = Transfer(int(self._next()), to_host, tuple(blocks), tuple(slots))
         if to_host:
             numbers = [self._content[block] for block in blocks]
             for slot in slots:
-                self._held.pop(slot, None)
+                self._host_content.pop(slot, None)
         else:
-            numbers = [self._held[slot] for slot in slots]
-        self._under_way[transfer.transfer_id] = transfer, numbers
+            numbers = [self._host_content[slot] for slot in slots]
+        self._running[transfer.transfer_id] = transfer, numbers
         return transfer
 
     def poll(self) -> None:
         with on(self._first.stream):
             landed = self._first.copies.landed(wait=self._rng.random() < 0.5)
         for report in landed:
-            transfer, numbers = self._under_way.pop(report.transfer_id)
+            transfer, numbers = self._running.pop(report.transfer_id)
             if transfer.to_host:
-                self._held.update(zip(transfer.slots, numbers, strict=True))
+                self._host_content.update(zip(transfer.slots, numbers, strict=True))
             else:
                 self._content.update(zip(transfer.blocks, numbers, strict=True))
                 self.num_loaded += len(numbers)
@@ -171,11 +171,11 @@ class World:
 
     def _used(self, *, to_host: bool) -> set[int]:
         """The blocks of transfers in this direction."""
-        under_way = [transfer for transfer, _ in self._under_way.values()]
-        return {block for t in under_way if t.to_host is to_host for block in t.blocks}
+        running = [transfer for transfer, _ in self._running.values()]
+        return {block for t in running if t.to_host is to_host for block in t.blocks}
 
     def _slots(self) -> set[int]:
-        return {slot for transfer, _ in self._under_way.values() for slot in transfer.slots}
+        return {slot for transfer, _ in self._running.values() for slot in transfer.slots}
 
     def _some(self, among: Sequence[int], most: int) -> list[int]:
         return self._rng.sample(among, min(len(among), self._rng.randint(0, most)))

@@ -90,19 +90,19 @@ def test_random_operations(
     core, runner = make_core(tmp_path, ranks)
     assert runner.info.num_ranks == ranks
     monkeypatch.setattr(runner, "landed", Unreliable(runner).landed)
-    begun: list[Transfer] = []
+    transfers_started: list[Transfer] = []
     transfer = runner.transfer
 
-    def watched(transfers: Sequence[Transfer]) -> None:
-        begun.extend(transfers)
+    def recording(transfers: Sequence[Transfer]) -> None:
+        transfers_started.extend(transfers)
         transfer(transfers)
 
-    monkeypatch.setattr(runner, "transfer", watched)
+    monkeypatch.setattr(runner, "transfer", recording)
     world = World(core, random.Random(4), free_weight=0.4)
     world.run(int(os.environ.get("PARROT_OPERATIONS", num_operations)))
     info = core.runtime_info()
     assert info.num_free_blocks == NUM_BLOCKS
-    assert sum(t.to_host for t in begun) > world.num_operations // 20
-    assert sum(not t.to_host for t in begun) > world.num_operations // 50
+    assert sum(t.to_host for t in transfers_started) > world.num_operations // 20
+    assert sum(not t.to_host for t in transfers_started) > world.num_operations // 50
     runner.close()
     world.check_answers(whole_runner(tmp_path), 20)

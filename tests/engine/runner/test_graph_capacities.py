@@ -34,12 +34,12 @@ def test_even_plans_have_a_capacity_of_their_own_if_it_is_faster(
     capacities, size = GraphCapacities(SHAPE, SPLIT), StepSize(num_rows)
     even = decodes(num_rows, 2000)
     assert even.narrow_is_even
-    room = capacities.of(size, even)
-    assert room is not None
-    assert room.is_even is counts
-    assert room.holds(even)
+    capacity = capacities.of(size, even)
+    assert capacity is not None
+    assert capacity.is_even is counts
+    assert capacity.holds(even)
     uneven = replace(even, narrow_is_even=False)
-    assert capacities.of(size, uneven) == replace(room, is_even=False)
+    assert capacities.of(size, uneven) == replace(capacity, is_even=False)
 
 
 def test_plans_that_no_graph_supports_have_no_capacity() -> None:
@@ -57,10 +57,10 @@ def test_only_plans_that_convert_pages_get_a_capacity_for_conversions() -> None:
         tables = np.arange(40, dtype=np.int32)[None]
         counts = (np.array([n], dtype=np.int32) for n in (2000, num_tokens))
         work = plan_work(StepRows(tables, *counts), shape, None, split)
-        room = capacities.of(size, work)
-        assert room is not None
-        assert room.holds(work)
-        assert (room.converted_fills > 0) is (room.converted_pages > 0) is converts
+        capacity = capacities.of(size, work)
+        assert capacity is not None
+        assert capacity.holds(work)
+        assert (capacity.converted_fills > 0) is (capacity.converted_pages > 0) is converts
     longer = replace(work, converted_pages=np.arange(513, dtype=np.int32))
     assert capacities.of(size, longer) is None
 
@@ -78,11 +78,11 @@ def test_captured_plans_fit_their_capacity_with_and_without_converted_pages(
     captured = set()
     for size in (StepSize(16, 8), StepSize(256, 8), StepSize(8)):
         for work in plans.for_graphs(size):
-            room = capacities.of(size, work)
-            assert room is not None
-            for capacity in (room, capacities.largest(size)):
+            own = capacities.of(size, work)
+            assert own is not None
+            for capacity in (own, capacities.largest(size)):
                 buffers = PlanBuffers(work, torch.device("cpu"), capacity)
                 assert (buffers.converted_pages >= 0).sum() == len(work.converted_pages)
-            captured.add((size.rows, room.converted_fills > 0))
+            captured.add((size.rows, own.converted_fills > 0))
     converting = {(256, True)} if number_bytes == 1 else set()
     assert captured == {(16, False), (256, False), (8, False)} | converting
