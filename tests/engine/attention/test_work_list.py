@@ -347,7 +347,7 @@ def test_the_planner_keeps_its_plan_while_contexts_only_grow(own: int) -> None:
 def test_a_reused_plan_is_right_for_contexts_that_have_grown(
     step: StepRows, group: int, split: SplitConfig, growth: list[int]
 ) -> None:
-    """Also if each context has several new tokens, as with drafts."""
+    """Steps with drafts, in which each context has several new tokens, are checked too."""
     planner = WorkPlanner(shape_of(group), FREE_SHARING, split)
     count = len(step.starts)
     free = 1000 + np.arange(6 * count, dtype=np.int32).reshape(count, 6)

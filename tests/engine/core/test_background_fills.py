@@ -58,7 +58,8 @@ async def test_background_fills_lengthen_decode_steps_by_at_most_their_share(
         num_steps += 1
     share = min(asked, limit)
     assert seconds <= (1 + share) * STEP_S * num_steps + 64 * TOKEN_S  # Later steps make up for it.
-    assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5  # Most is used.
+    # Most of the share is used.
+    assert num_steps < 1.4 * len(text) * TOKEN_S / (share * STEP_S) + 5
 
 
 def test_a_background_fill_never_runs_next_to_other_fills():
@@ -166,7 +167,8 @@ def test_no_second_chunk_is_planned_while_one_is_in_flight():
 
 
 def test_shorter_steps_are_not_credited_to_background_fills():
-    """Steps become shorter when most jobs have ended. This must not become credit."""
+    """Steps become shorter when most jobs have finished. Background fills must not get more tokens
+    for that."""
     pace = BackgroundPace(256)
     step(pace, 20e-3, 0, 0.2)
     seconds = num_steps = 0
@@ -186,7 +188,7 @@ async def test_the_api_supports_background_fills():
     request = FillRequest(context_id=1, token_ids=[65] * 600, background=True)
     answer = asyncio.create_task(service.fill(request))
     for _ in range(4):
-        await clock.advance(0.02)  # Longer than one chunk.
+        await clock.advance(0.02)  # The wait is longer than one chunk.
     assert (await answer).computed_tokens == 600
     assert service.runtime_info().num_steps == 3
     await service.close()

@@ -119,7 +119,7 @@ def test_rewinding_into_a_shared_block_copies_it(tree):
     assert child.num_missing == 1
     assert len(tree.reserve(child, 8)) == 1
     tree.rewind_one(parent)
-    assert tree.reserve(parent, 8) == ()  # It is the only holder again.
+    assert tree.reserve(parent, 8) == ()  # The parent is the only holder again.
 
 
 def test_dropping_one_context_keeps_its_shared_blocks(tree):
@@ -176,7 +176,8 @@ def test_an_own_block_before_shared_ones_can_be_dropped():
     child = fork(tree, parent, 3, 8)
     grow(tree, other, 4)
     tree.publish(other)
-    tree.publish(parent)  # Replaces its first block by the other's, and publishes its second.
+    # The parent replaces its first block by that of `other`, and publishes its second.
+    tree.publish(parent)
     assert [tree.pool.num_refs(block) for block in child.block_ids] == [1, 2]
     num_free = tree.pool.num_free
     assert drop_kv(tree, [child], num_free + 1) == {child}

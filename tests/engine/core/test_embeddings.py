@@ -42,7 +42,7 @@ def test_several_texts_in_chunks_of_any_size(make: Any, pooling: Any, chunk: int
 
 @HARNESSES
 def test_a_long_text_does_not_stop_decodes(make: Any) -> None:
-    """Next to requests of a higher priority, it is computed in the chunks of a prompt."""
+    """Next to requests of a higher priority, the text is computed in chunks, like a prompt."""
     harness = make(num_blocks=40, scheduler={"mixed_fill_tokens": 4})
     generated = harness.generate(piece(1, "a"), length=12)
     harness.step()

@@ -165,12 +165,12 @@ def test_forks_continue_when_the_parent_that_they_restore_is_freed():
     engine = Harness(num_blocks=8, fill_chunk_size=4)
     engine.fill(piece(1, "abcdefgh"))
     engine.run()
-    engine.fill(piece(9, "z" * 31))  # Uses all blocks.
+    engine.fill(piece(9, "z" * 31))  # This context uses all blocks.
     engine.run()
     engine.free(9)
     answers = [engine.generate(piece(i, "x", parent=1), length=2) for i in (2, 3)]
     engine.step()
-    assert engine.context(2).num_computed == 0  # It waits for context 1.
+    assert engine.context(2).num_computed == 0  # Context 2 waits for context 1.
     assert engine.free(1) == 8
     engine.run()
     assert [answer.text for answer in answers] == ["yz", "yz"]
@@ -348,7 +348,7 @@ def test_nan_fails_its_own_request_only():
     engine.run()
     assert isinstance(bad.error, ModelNumerics)
     assert good.text == "def"
-    assert engine.context(1).num_computed == 0  # Its KV was dropped.
+    assert engine.context(1).num_computed == 0  # The KV of context 1 was dropped.
 
 
 def test_a_crash_fails_only_the_sequence_that_causes_it():
@@ -368,7 +368,8 @@ def test_a_crash_fails_only_the_sequence_that_causes_it():
 
 
 def test_a_step_that_failed_after_a_write_to_a_copied_block_reads_no_foreign_kv():
-    """A fork copies the shared block, and the other fork, then its only holder, writes to it."""
+    """The step copies the shared block for one fork. The other fork is then the only holder and
+    writes to the block. After the failure of the step, the copy must not contain these writes."""
     engine = Harness(faults={"crash_token": CRASH})
     engine.fill(piece(1, "abc"))
     engine.run()

@@ -170,7 +170,7 @@ def test_kv_of_inactive_groups_is_evicted_first():
     for number in range(10, 18):
         fill(engine, number, "crowd")
     assert kept(engine, 1) == []
-    fill(engine, 1, "quiet")  # It has its share again once it is active.
+    fill(engine, 1, "quiet")  # The group has its share again as soon as it is active.
     for number in range(20, 30):
         fill(engine, number, "crowd")
     assert kept(engine, 1) == [1]
@@ -181,7 +181,7 @@ def test_a_group_stays_protected_after_its_call_ends():
     engine = Harness(num_blocks=8)
     chat = engine.submit(piece(1, "ab"), sampling=EIGHT, cache_salt="quiet")
     engine.step()
-    engine.clock.pass_time(AWAY_S)  # A long output.
+    engine.clock.pass_time(AWAY_S)  # The call has a long output.
     engine.run()
     assert chat.response is not None
     engine.clock.pass_time(AWAY_S - 2.0)

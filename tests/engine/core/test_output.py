@@ -79,7 +79,7 @@ def test_whole_characters_before_a_broken_one_are_not_lost_at_the_end(stop):
 
 
 def test_text_after_resumed_tokens_keeps_its_space() -> None:
-    """Such decoders drop the space at the start of a text."""
+    """SentencePiece decoders drop the space at the start of a text."""
     vocabulary = {"\u2581Hello": 0, "\u2581world": 1, "!": 2}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="!"))
     tokenizer.decoder = decoders.Metaspace()

@@ -144,7 +144,8 @@ def test_a_step_that_cannot_be_launched_is_run_with_known_tokens():
     ]
     harness.run()
     assert [a.text for a in answers] == ["bcdefg", "ce"]
-    assert harness.launching.num_ahead == 3  # Once it runs alone.
+    # The long request is launched ahead when it runs alone.
+    assert harness.launching.num_ahead == 3
 
 
 def test_penalties_are_launched_ahead():
@@ -249,7 +250,7 @@ def test_a_failed_launch_is_run_again(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_a_launched_step_that_fails_is_run_again(monkeypatch: pytest.MonkeyPatch, number: int):
-    """The step launched after it, with its missing tokens, is run again too."""
+    """The next step, which was launched without this step's tokens, is run again too."""
     harness = Overlapping(num_blocks=40)
     short, long = (harness.generate(piece(i, "a"), length=n) for i, n in ((1, 3), (2, 8)))
     run, calls = harness.launching.run_texts, 0
@@ -281,7 +282,7 @@ def test_kv_of_a_failed_step_is_dropped(monkeypatch: pytest.MonkeyPatch):
         raise RuntimeError("lost")
 
     monkeypatch.setattr(harness.launching, "run_texts", fail)
-    fill = harness.fill(piece(2, "ghi", parent=1))  # Copies a block.
+    fill = harness.fill(piece(2, "ghi", parent=1))  # The fork copies a block.
     harness.step()
     assert fill.response is not None
     fork = harness.generate(piece(3, "j", parent=2, length=9), length=3)

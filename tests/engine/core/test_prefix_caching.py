@@ -14,7 +14,7 @@ from parrot.protocol.sampling import SamplingConfig
 from tests.support.core_harness import Harness, piece
 from tests.support.kernel_cases import SHARE_ALL
 
-PROMPT = "abcdefghijklmnopqrstu"  # 21 tokens: five full blocks of 4, and one token
+PROMPT = "abcdefghijklmnopqrstu"  # 21 tokens: five full blocks of 4, and one token.
 
 
 def usage(answer) -> tuple[int, int]:
@@ -118,7 +118,7 @@ def test_another_salt_shares_nothing():
 def test_least_recently_used_prefixes_are_evicted_from_their_ends(text, computed):
     engine = Harness(num_blocks=10)
     for context_id, prompt in ((1, "abcdefghijkl"), (2, "mnopqrstuvwx"), (3, "x" * 24)):
-        engine.fill(piece(context_id, prompt))  # 3, 3 and 6 blocks of 10
+        engine.fill(piece(context_id, prompt))  # The prompts take 3, 3 and 6 of 10 blocks.
         engine.run()
         engine.free(context_id)
     answer = engine.fill(piece(4, text))
@@ -171,8 +171,8 @@ def test_a_key_depends_on_all_tokens_up_to_its_block(salt):
 
 
 def test_kv_that_was_computed_twice_is_kept_once():
-    """Otherwise a context could have own blocks before shared ones, which two waiting contexts
-    could not free."""
+    """Otherwise a context could have a block of its own before shared blocks. Two waiting contexts
+    of this kind could not free their blocks."""
     engine = Harness(block_size=1, fill_chunk_size=1)
     for context_id in (1, 2):
         engine.fill(piece(context_id, "abcd"))
@@ -218,7 +218,8 @@ def test_kv_that_is_evicted_and_found_again_before_a_prompt_begins_counts_once()
     answer = engine.fill(piece(2, "abcdefghijklm"))
     for _ in range(2):
         engine.step()
-        assert engine.context(2).num_computed == 12  # Found, but the step has no slot for it.
+        # The KV is found, but the step has no slot for the job.
+        assert engine.context(2).num_computed == 12
         drop_kv(engine.core._tree, [engine.context(2), engine.context(1)], 16)
     engine.run()
     assert answer.response.filled_len == 13
@@ -228,7 +229,7 @@ def test_kv_that_is_evicted_and_found_again_before_a_prompt_begins_counts_once()
 
 def test_a_copied_block_is_replaced_by_the_published_one():
     engine = Harness()
-    for context_id in (1, 2):  # The second copies the last block that it finds.
+    for context_id in (1, 2):  # The second request copies the last block that it finds.
         engine.generate(piece(context_id, "abcdefgh"), length=6)
         engine.run()
     assert engine.context(2).block_ids[:3] == engine.context(1).block_ids[:3]

@@ -10,7 +10,7 @@ from parrot.engine.core.block_pool import BlockHasher
 from parrot.protocol.errors import InvalidRequest
 from tests.support.core_harness import Harness, piece
 
-PUBLIC = "abcdefghij"  # 10 tokens: two full blocks of 4
+PUBLIC = "abcdefghij"  # 10 tokens: two full blocks of 4, and two tokens.
 BEHIND = "klmnopqrstu"
 
 

@@ -110,7 +110,8 @@ def test_a_long_prompt_is_passed_until_four_times_its_length_is_computed():
         num_short += 1
         engine.fill(piece(1 + num_short, "bb"))
         engine.step()
-    num_passed = 2 * (num_short - 1)  # Tokens, without the prompt that came too late.
+    # The last short prompt came too late to pass the long one.
+    num_passed = 2 * (num_short - 1)
     assert num_passed == _MAX_PASSED_LENGTHS * (8 - 2)
 
 
@@ -119,7 +120,7 @@ def test_cached_tokens_do_not_count_for_the_length_of_a_prompt():
     engine.fill(piece(1, "abcdefghijkl"))
     engine.run()
     engine.fill(piece(2, "zyxw"))
-    engine.fill(piece(3, "abcdefghijklm"))  # Its KV is found.
+    engine.fill(piece(3, "abcdefghijklm"))  # The KV of this prompt is cached.
     engine.step()
     assert contexts(engine.last_plan) == [3]
 
@@ -169,7 +170,7 @@ def test_idle_kv_is_evicted_least_recently_used_first():
     engine.fill(piece(3, "cdefghij"))
     engine.run()
     assert engine.context(1).num_computed == 9
-    assert engine.context(2).num_computed == 4  # Only the blocks that were needed.
+    assert engine.context(2).num_computed == 4  # Only the required blocks were evicted.
     assert engine.context(3).num_computed == 8
 
 
@@ -207,7 +208,8 @@ def test_the_newest_job_is_preempted_and_still_gets_the_same_text():
     answers = [engine.generate(piece(i, text), length=18) for i, text in ((1, "ab"), (2, "xb"))]
     engine.run()
     assert [a.text for a in answers] == [a.text for a in expected]
-    assert sum(plan.num_tokens for plan in engine.runner.plans) > 2 * 19  # Some repeat.
+    # Some tokens are computed twice.
+    assert sum(plan.num_tokens for plan in engine.runner.plans) > 2 * 19
     usage = answers[1].response.usage
     assert (usage.cached_tokens, usage.computed_tokens) == (0, 2)
 

@@ -17,7 +17,8 @@ def scaled(costs: StepCosts, factor: float) -> StepCosts:
 
 
 def run(fit: StepCostFit, costs: StepCosts, num_steps: int, *, wild: float = 0.0) -> None:
-    """Steps of all sizes. The fraction `wild` of them takes 20 times as long as expected."""
+    """Record steps of all sizes. The fraction `wild` of these steps takes 20 times as long as
+    expected."""
     draw = random.Random(1)
     for _ in range(num_steps):
         num_sequences = draw.randint(1, 64)

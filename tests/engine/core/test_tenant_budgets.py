@@ -173,7 +173,8 @@ def test_the_last_prompt_token_of_a_crowds_budget_is_used_once() -> None:
 
 
 def test_later_steps_pay_for_a_long_context_of_a_crowd() -> None:
-    """One step of the long context costs more than the limit, so it skips some steps."""
+    """A step with the long context costs more than the limit, so the long context skips some
+    steps."""
     engine = Harness(num_blocks=2000, max_seq_len=4000, scheduler={"max_num_batched_tokens": 4096})
     first = engine.generate(piece(0, "x" * 3500), length=400, share=CROWD)
     for n in range(1, 20):
@@ -190,11 +191,11 @@ def test_later_steps_pay_for_a_long_context_of_a_crowd() -> None:
 
 
 JOB = st.tuples(
-    st.integers(0, 3),  # tenant
-    st.integers(1, 40),  # prompt
-    st.integers(1, 12),  # output
-    st.integers(-1, 1),  # priority
-    st.integers(0, 3),  # steps before the next
+    st.integers(0, 3),  # Tenant.
+    st.integers(1, 40),  # Length of the prompt.
+    st.integers(1, 12),  # Length of the output.
+    st.integers(-1, 1),  # Priority.
+    st.integers(0, 3),  # Steps before the next job.
 )
 
 

@@ -25,7 +25,7 @@ def test_more_windows_than_slots_leave_some_hits() -> None:
 
 @pytest.mark.parametrize("gib", [14.0, 40.0])
 def test_prompts_with_a_common_prefix_find_it_after_the_second(gib: float) -> None:
-    """8 groups of 8 prompts, group after group in turn. The ideal is 56 hits."""
+    """8 groups of 8 prompts. The groups take turns. The ideal number of hits is 56."""
     sizes, window = sizes_of("gemma-3-27b", gib)
     core, numbers = core_of(sizes, window), random.Random(0)
     prefixes = [numbers.choices(range(1, 250), k=1500) for _ in range(8)]

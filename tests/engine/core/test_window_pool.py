@@ -10,7 +10,7 @@ BLOCKS = st.integers(0, 11)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`order`: blocks with a free slot, in the order in which their slots are reused."""
+    """`order` has the blocks with a free slot, in the order in which their slots are reused."""
 
     @initialize(num_slots=st.integers(1, 8))
     def start(self, num_slots):

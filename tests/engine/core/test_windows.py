@@ -57,7 +57,7 @@ def test_a_continued_prompt_finds_the_end_of_the_earlier_one() -> None:
 
 
 def test_sessions_with_too_many_windows_still_find_some() -> None:
-    """5 sessions need 15 slots. 12 of them are free after the slots of the running one."""
+    """5 sessions need 15 slots. While one session runs, 12 slots are free for the others."""
     world = harness(num_slots=24, num_blocks=80)
     texts = [chr(97 + i) + TEXT for i in range(5)]
     found = []
@@ -71,7 +71,8 @@ def test_sessions_with_too_many_windows_still_find_some() -> None:
 def test_windows_that_all_contexts_have_passed_are_evicted_first() -> None:
     world = harness(num_slots=14)
     assert computed(world, 1, TEXT) == 40
-    assert computed(world, 2, "z" + TEXT[:35]) == 36  # Takes slots that the first has passed.
+    # This prompt reuses slots that the first prompt has passed.
+    assert computed(world, 2, "z" + TEXT[:35]) == 36
     assert computed(world, 3, TEXT + "z") == 1
     assert computed(world, 4, TEXT[:16] + "zzzz") == 20
 
@@ -94,7 +95,7 @@ def test_a_fork_without_a_window_computes_from_the_last_complete_window() -> Non
     answer = world.fill(piece(4, "!", parent=1))
     world.run()
     assert answer.response.computed_tokens == 1
-    # The fork at 18 has put its slots to the blocks of its parent.
+    # The fork at 18 has assigned its slots to the blocks of its parent.
     assert slots_of(world).pool.num_used == 10 + 8 + 1 + 1
     world.core.check_integrity()
 

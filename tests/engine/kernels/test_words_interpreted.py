@@ -105,7 +105,7 @@ def test_the_layout_is_exact_for_other_codes(
 def test_scales_that_need_more_than_16_bits_are_rounded(
     bits: int, unit: float, has_least: bool
 ) -> None:
-    """Also small scales, which would be subnormal numbers in float16."""
+    """The last case has small scales, which would be subnormal numbers in float16."""
     generator = torch.Generator().manual_seed(bits)
     whole = other_matrix(bits, 40, 64, generator, has_least=has_least)
     whole = CodedMatrix(whole.codes, whole.scales * unit, whole.least * unit)

@@ -38,7 +38,7 @@ def _quickly() -> Iterator[None]:
 
 
 def test_sums_and_exchanges_are_right_whichever_rank_is_late(tmp_path: Path) -> None:
-    """Also after a day of decodes, when the number of a turn needs more than 31 bits."""
+    """The second case starts shortly before turn 2**31, as after a day of decodes."""
     run_ranks(__name__, SIZE, str(tmp_path), start=ForkedModule)
 
 

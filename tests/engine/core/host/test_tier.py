@@ -217,7 +217,7 @@ def test_a_job_that_ends_while_its_kv_is_loading():
     before = harness.num_copied(to_host=False)
     harness.generate(piece(2, "abcdefghi"), length=1)
     harness.run()
-    assert harness.num_copied(to_host=False) == before  # It is in GPU memory.
+    assert harness.num_copied(to_host=False) == before  # The KV is still in GPU memory.
 
 
 def test_two_jobs_wait_for_the_same_load():
@@ -262,7 +262,8 @@ def test_copies_of_blocks_in_use_are_evicted_first():
 
 
 def test_a_block_that_is_evicted_without_a_copy_is_copied_before_it_is_written():
-    harness = Tiered(num_blocks=8, block_bytes=256 << 20)  # Two may be in flight.
+    # Two transfers of this size may be in flight.
+    harness = Tiered(num_blocks=8, block_bytes=256 << 20)
     harness.runner.min_polls = 5
     harness.fill(piece(1, "abcdefghijklmnopqrstuvwxyzabcdef"))
     harness.step()
@@ -317,7 +318,7 @@ def test_kv_that_may_be_wrong_is_dropped_from_cpu_memory():
 
 
 def test_kv_that_may_be_wrong_is_not_used_after_its_load():
-    """Its key is dropped while the KV is on its way to the GPU."""
+    """The key is dropped while the KV is loaded."""
     harness = Tiered(num_blocks=10)
     harness.fill(piece(1, "abcdefgh"))
     harness.run()
@@ -325,7 +326,8 @@ def test_kv_that_may_be_wrong_is_not_used_after_its_load():
     harness.free(1)
     fill_the_device(harness)
     harness.runner.min_polls = 3
-    harness.generate(piece(3, "xyz"), length=8)  # While it runs, nothing waits for the load.
+    # The core does not wait for the load while this request runs.
+    harness.generate(piece(3, "xyz"), length=8)
     answer = harness.generate(piece(2, "abcdefghi"), length=1)
     harness.step()
     assert harness.tier.is_waiting
@@ -373,9 +375,10 @@ def test_a_copy_of_wrong_kv_is_dropped_although_its_block_was_reused():
     engine.run()
     keys, blocks = list(engine.context(1).keys), set(engine.context(1).block_ids)
     engine.core.requests.free([1])
-    engine.fill(piece(2, "nopqrstuvwxyz"))  # Reuses the blocks, which are copied.
+    engine.fill(piece(2, "nopqrstuvwxyz"))  # Context 2 reuses the blocks after they are copied.
     engine.run()
     assert engine.tier.is_worth_loading(keys)
-    engine.core._tree.drop_blocks(blocks, keys)  # The step that wrote them has failed.
+    # As after the failure of the step that wrote the blocks.
+    engine.core._tree.drop_blocks(blocks, keys)
     assert not engine.tier.is_worth_loading(keys)
     engine.core.check_integrity()

@@ -77,7 +77,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
     @precondition(lambda self: self.usable)
     @rule(data=st.data(), num_steps=st.integers(0, 20), num_evicted=st.sampled_from([0, 2, 99]))
     def continue_session(self, data, num_steps, num_evicted):
-        """A turn after another one, whose KV may be in CPU memory by then."""
+        """Continue an earlier session, whose KV may be in CPU memory by then."""
         parent = one_of(data, self.usable)
         for _ in range(num_steps):
             self.step()
@@ -88,7 +88,7 @@ class DraftingTieredMachine(OverlappingTieredMachine):
 
 
 class WindowedTieredMachine(TieredMachine):
-    """Windows leave the GPU and return, with and without the blocks."""
+    """Windows are evicted from the GPU and loaded again, with and without their blocks."""
 
     has_windows: ClassVar = True
     num_host_blocks: ClassVar = 12

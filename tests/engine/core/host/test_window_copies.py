@@ -56,7 +56,7 @@ def test_passed_windows_are_not_copied() -> None:
     world = harness(num_slots=7, num_blocks=64)
     assert fill(world, 1, TEXT + TEXT[:20]) == 60
     reuse_slots(world)
-    # The ends of the first prompt and of one of the others.
+    # At most the last windows of the first prompt and of one other prompt are copied.
     assert sum(len(t.blocks) for t in of_windows(world, to_host=True)) <= 4
 
 
