@@ -1,7 +1,7 @@
 """Parrot serves LLM applications. Programs begin with `from parrot import P`.
 
-For type checkers, __init__.pyi says what there is: an import here, even one that only they see,
-would make the front end a dependency of every module of this package."""
+Type checkers read the names in __init__.pyi. An import here, even one for type checkers only, would
+make the front end a dependency of every module of this package."""
 
 from importlib import import_module
 from typing import Any

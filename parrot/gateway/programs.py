@@ -65,7 +65,7 @@ Program = tuple[str, str | None]
 
 
 class ProgramSessions:
-    """Owns the sessions that are created for programs. If there is no room for a new session, idle
+    """Owns the sessions that are created for programs. If the quota allows no new session, idle
     ones are ended, the least recently used first."""
 
     def __init__(self, core: ServeCore) -> None:

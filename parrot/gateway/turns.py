@@ -94,7 +94,8 @@ from parrot.serve.tenants.limits import num_bytes
 FOREIGN_TOKENIZER = "foreign"  # The tokenizer of a foreign server, which Parrot does not have.
 
 _SLOW_S = 0.01  # CPU seconds of a rendering after which the next one runs in a thread.
-_CHARS_PER_TOKEN = 2  # Of a prompt, to estimate its tokens. A larger value leaves calls more room.
+# Characters per token, to estimate a prompt's tokens. A larger value leaves more for calls.
+_CHARS_PER_TOKEN = 2
 _TOKEN_BYTES = 40  # Bytes that one token of a token prompt counts for the quota.
 
 

@@ -45,7 +45,7 @@ def locked(path: Path) -> BinaryIO:
 
 
 def _present(path: Path) -> Iterator[Path]:
-    """All files beside the journal that may hold its records."""
+    """All files next to the journal that may hold its records."""
     _, log, index = database_files(path)
     yield from (log, index, Path(f"{path}.reserve"))
     yield from path.parent.glob(f"{path.name}.damaged-*")

@@ -192,7 +192,7 @@ class Journal:
     """One process's journal; close it when done. Its records are read once, before the first
     `append`.
 
-    If there is no room, the storage's reserve is used: `require_room` rejects new work, and records
+    If the storage is full, its reserve is used: `require_room` rejects new work, and records
     of accepted work are written. Without a reserve, these records stay in memory until they can be
     written, and `stored` raises an error for them."""
 

@@ -310,8 +310,8 @@ class PostgresRecords(EndedSubjects):
         self._max_bytes = max_bytes
         self._usual_limit = self._limit = max_bytes - reserve_bytes(max_bytes)
         self._reserve = TableReserve(reserve_bytes(max_bytes))
-        self._refill_at = 0.0  # when to try to have the reserve again, on the monotonic clock
-        self._must_vacuum = False  # records were removed whose space no record can use yet
+        self._refill_at = 0.0  # Time of the next try to fill the reserve, on the monotonic clock.
+        self._must_vacuum = False  # Whether VACUUM must free the space of removed records.
         self._size = 0
         self._connection: Connection | None = None
 

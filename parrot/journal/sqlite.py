@@ -204,8 +204,9 @@ class JournalFile(EndedSubjects):
             self._migrate(database, schema)
 
     def _migrate(self, database: sqlite3.Connection, schema: int) -> None:
-        """Bring the file to the present version, in one transaction. A damaged file is cut first,
-        by `read`, and a full disk needs room first: the next start migrates such a file."""
+        """Migrate the file to the current schema version, in one transaction. `read` must first cut
+        a damaged file, and a full disk must first get free space. The next start then migrates the
+        file."""
         kinds = json.dumps(KINDS)
         query = f"SELECT {_ROWS} FROM records WHERE kind IN (SELECT value FROM json_each(?))"
         try:

@@ -537,8 +537,8 @@ class ReadyResponse(Answer):
     engines: list[EngineStatus] | None
     journal: Literal["ok", "reserve", "full"] | None = Field(
         None,
-        description="`reserve`: there is no room, so new work gets 507 and finished work is "
-        "written. `full`: nothing can be written now. null: no journal.",
+        description="`reserve`: the disk is full, so new work gets 507 and finished work is "
+        "written to the reserve. `full`: nothing can be written now. null: no journal.",
     )
 
 

@@ -90,8 +90,9 @@ class Attached(Protocol):
         """Drop the state of a session that has ended."""
 
     def make_room(self, tenant: str, *, only_own: bool) -> bool:
-        """End an idle session that the component began, preferably one of the tenant; `only_own`:
-        no other. Returns False if none was ended, or if its room becomes free only later."""
+        """End an idle session that the component began, preferably one of the tenant. `only_own`:
+        only one of the tenant. Returns False if no session was ended, or if its quota becomes free
+        only later."""
 
     def check_integrity(self) -> None:
         """Recount the component's state. For tests."""
@@ -185,7 +186,7 @@ class ServeCore:
         traceparent: str | None = None,
     ) -> Session:
         """Begin a session that may use `usage`, as in `Quota`. Idle sessions of attached components
-        end if there is no room. Raises `QuotaExceeded`."""
+        end if the quota is used up. Raises `QuotaExceeded`."""
         while True:
             session = None
             try:

@@ -18,7 +18,8 @@ class Wait(Enum):
     """Until the verb's commands are on disk. Raises `InsufficientStorage` if they cannot be
     written."""
     PUBLISHED = "published"
-    """Like `DURABLE`, but does not wait while the journal cannot be written. For ends and views."""
+    """Like `DURABLE`, but does not wait while the journal cannot be written. For verbs that end or
+    show sessions."""
     NOTHING = "nothing"
     """Nothing: the verb changes no session, or waits for the journal itself."""
 

@@ -108,8 +108,8 @@ def bounded_collections() -> Collector:
 
 @contextmanager
 def no_collections() -> Iterator[None]:
-    """Disable garbage collection in the block, whose objects all stay: each collection would visit
-    them in vain. Afterwards a `Collector`, if one is entered, skips them too."""
+    """Disable garbage collection in the block. All objects of the block stay alive, so collections
+    would free nothing. Afterwards a `Collector`, if one is entered, skips these objects too."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -65,7 +65,7 @@ def bench(url: str, options: BenchOptions) -> None:
         asyncio.run(bench.run(*_addresses(url, options)))
     except (CannotMeasure, ValueError) as error:
         fail(str(error))
-    except KeyboardInterrupt:  # the second Ctrl-C, or one before anything ran
+    except KeyboardInterrupt:  # The second Ctrl-C, or a Ctrl-C before the first request.
         sys.exit(_INTERRUPTED)
     rows = [figures(measured) for measured in bench.measured]
     _show(rows, load, seed)

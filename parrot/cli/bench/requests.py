@@ -83,7 +83,7 @@ class Copilot(Workload):
             raise ValueError(f"{len(recorded)} requests were recorded, and not {self.batch}")
         lengths = rng.sample([int(length) for length in recorded], self.batch)
         systems = [i % self.systems for i in range(self.batch)]
-        # In this order, round robin over as many engines would place by system prompt by chance.
+        # Shuffle: in cyclic order, round robin could give each engine a single system prompt.
         rng.shuffle(systems)
         jobs = []
         for i, (length, number) in enumerate(zip(lengths, systems, strict=True)):

@@ -24,7 +24,7 @@ class CodedRows:
 
     @classmethod
     def empty(cls, like: torch.Tensor, size: int) -> "CodedRows":
-        """Not yet written, with as many rows as `like`."""
+        """Uninitialized rows, as many as in `like`."""
         codes = like.new_empty((len(like), size), dtype=torch.float8_e4m3fn)
         return cls(codes, like.new_empty((len(like), 1), dtype=torch.float32), like.dtype)
 

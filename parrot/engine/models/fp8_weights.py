@@ -118,7 +118,7 @@ class Fp8Weight(LayerWeight):
 
 
 def _new_rows(x: Rows, size: int) -> torch.Tensor:
-    """As many rows as x has, of `size` numbers, in the type that x had before it was rounded."""
+    """Uninitialized rows of `size` numbers, as many as in x, in x's type before rounding."""
     rows, *_ = parts_of(x)
     dtype = x.dtype if isinstance(x, CodedRows) else rows.dtype
     return rows.new_empty((len(rows), size), dtype=dtype)

@@ -11,10 +11,10 @@ from parrot.utils.config import ConfigError
 
 # Contexts of this many windows fill blocks and slots evenly. A larger value favours long contexts.
 _DESIGN_WINDOWS = 8
-_LEAST_PART = 1 / 3  # Part of the memory that slots get at least, for contexts inside the window.
+_LEAST_PART = 1 / 3  # Minimum share of the memory for slots, for contexts inside the window.
 # Contexts whose windows are kept, for each context that can run. More find their windows again.
 _KEPT_PER_RUNNING = 3
-_MAX_BLOCKS = 1 << 20  # Most blocks of a model whose blocks take no memory.
+_MAX_BLOCKS = 1 << 20  # Maximum number of blocks of a model whose blocks take no memory.
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,8 +31,8 @@ async def live_run(session: Session, context: RowContext) -> FinishedRun:
 
 def run_json(run: FinishedRun, *, sees_values: bool) -> bytes:
     """`run`, its `calls` and `variables` as on the page, and `texts`. The pieces of a call's
-    `prompt` and a variable's `text` are places in `texts`, so that each text is there once. Texts
-    for which there was no room are missing. `attempts` is a list."""
+    `prompt` and a variable's `text` are indices in `texts`, so that each text is stored once. Texts
+    that did not fit are missing. `attempts` is a list."""
     sources = orjson.loads(run.sources) if sees_values else {}
     calls, variables = [], []
     for key, row in orjson.loads(run.rows).items():

@@ -222,7 +222,7 @@ class Page:
                 yield changes
 
     def _stored(self, feed: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-        """Hold each update of a run back until the journal has stored what it shows."""
+        """Delay each update of a run until the journal has stored its content."""
         log = self._core.sessions.journal
         return feed if log is None else _held(feed, log)
 

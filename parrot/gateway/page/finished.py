@@ -184,7 +184,7 @@ def called(rows: Iterable[Row], request_id: int, var_id: str | None, run_id: int
 
 
 class _Strings:
-    """The texts of one run, each once, up to a number of bytes."""
+    """The texts of one run, each once, up to a maximum number of bytes."""
 
     def __init__(self, max_bytes: int) -> None:
         self.texts: list[bytes] = []
@@ -192,7 +192,7 @@ class _Strings:
         self._left = max_bytes
 
     def add(self, text: str) -> int | None:
-        """The place of the text; None if there is no room for it."""
+        """The index of the text in `texts`. None if it does not fit."""
         text = text[:MAX_CHARS]
         if (place := self._places.get(text)) is not None:
             return place
@@ -316,7 +316,7 @@ def _source(variable: SemanticVariable, strings: _Strings) -> Row:
 
 
 def _prompt(task: Completion, strings: _Strings) -> list[Row] | None:
-    """The pieces of the prompt; None if there is no room for all of them."""
+    """The pieces of the prompt. None if not all of them fit."""
     pieces: list[Row] = []
     if task.previous is not None:
         pieces.append({"var": task.previous.output.id})

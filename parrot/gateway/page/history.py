@@ -172,7 +172,7 @@ class History:
             self.add(run)
 
     def add(self, run: FinishedRun) -> None:
-        """Keep the run. Other runs are deleted if there is no room for all."""
+        """Keep the run. Other runs are deleted if not all fit."""
         self._insert(run)
         if self._log is not None and not self._log.shortage:
             self._log.append(_subject(run.id), RUN, run.fields())

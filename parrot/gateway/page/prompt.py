@@ -39,7 +39,7 @@ class PromptPiece(NamedTuple):
 
 
 class CallPrompt(NamedTuple):
-    """The prompt of a call, and what an engine had of it."""
+    """The prompt of a call, and its cached part."""
 
     links: Sequence[Sequence[PromptPiece]]
     is_chat: bool  # ServeCore adds the markup of the model's chat template
@@ -238,7 +238,7 @@ def _bos(part: Units, tokenizer: ModelTokenizer | None) -> str:
 
 
 def _decoded(part: Ids | str, tokenizer: ModelTokenizer | None) -> str:
-    """The text of the tokens. A character of which only some bytes are there is left out."""
+    """The text of the tokens, without incomplete characters."""
     if isinstance(part, str) or tokenizer is None:
         return part if isinstance(part, str) else ""
     vocabulary = tokenizer.encoder.vocabulary

@@ -1,4 +1,4 @@
-"""The rows of the list of runs: who ran what, its sums, its last words, and its shape."""
+"""The rows of the list of runs: client, function, totals, last request and timeline of a run."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

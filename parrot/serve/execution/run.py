@@ -51,7 +51,7 @@ _MAX_ATTEMPTS = 100  # A run fails after this number of attempts, whatever the r
 
 
 class RetriesExhausted(EngineFailed):
-    """The engine has retried the request in vain, and no other engine can run it."""
+    """The engine's retries have failed, and no other engine can run the request."""
 
 
 class RunState(StrEnum):

@@ -484,7 +484,7 @@ def _add_outputs(draft: _Draft, made: set[SemanticVariable]) -> None:
     for task in draft.call.tasks:
         for output in task.outputs:
             if output in made:
-                raise Conflict(f"another call makes `{output.name}`, too")
+                raise Conflict(f"another call makes `{output.name}` already")
             made.add(output)
 
 
@@ -547,7 +547,7 @@ def _declare(
                 continue
             if name in made:
                 raise _error(
-                    f"another call makes the variable of output `{parameter.name}`, too",
+                    f"another call makes the variable of output `{parameter.name}` already",
                     f"calls.{i}.parameters.{j}.var",
                 )
             made.add(name)

@@ -33,7 +33,7 @@ def split(
 
     Chooses the fewest engines whose cost is at most `1 + tolerance` times the smallest cost. The
     cost is the time until the block finishes plus the harm to other tasks per task of the block.
-    At most `most` engines are used, except if they have no room for all tasks."""
+    At most `most` engines are used, unless they have too few free slots for all tasks."""
     usable = [site for site in sites if site.room > 0]
     usable.sort(key=lambda s: s.start_s + s.each_s + s.harm_s / num_tasks + s.harm_each_s)
     num_tasks = min(num_tasks, sum(site.room for site in usable))
@@ -45,7 +45,7 @@ def split(
         if sum(site.room for site in chosen) >= num_tasks:
             shares = balance(chosen, num_tasks)
             ways.append((_cost(shares, num_tasks), shares))
-    if not ways:  # `most` engines have no room for all tasks.
+    if not ways:  # `most` engines have too few free slots for all tasks.
         shares = balance(usable, num_tasks)
     else:
         limit = min(cost for cost, _ in ways) * (1 + tolerance)
@@ -115,8 +115,8 @@ class InUse(NamedTuple):
 
 
 MayOvercommit = Callable[[EngineLoad, int], InUse | None]
-"""Whether a task may be placed on an engine without room. The second argument is the number of KV
-tokens that the task adds. Returns the present use of the task's tenant there. None: it may not."""
+"""Whether a task may be placed on a full engine. The second argument is the number of KV tokens
+that the task adds. Returns the current use of the task's tenant there. None: it may not."""
 
 
 class Choice(NamedTuple):
@@ -135,7 +135,7 @@ class Placer:
         self._loads = loads
 
     def choose(self, task: CompletionTask, now: float) -> Choice | None:
-        """Choose an engine with a free slot and a model of the task. None: no engine has room."""
+        """Choose an engine with a free slot and a model of the task. None: all engines are full."""
         raise NotImplementedError
 
     def preview(self, task: CompletionTask, now: float) -> Choice | None:
@@ -143,8 +143,8 @@ class Placer:
         return self.choose(task, now)
 
     def overcommit(self, task: CompletionTask, now: float, may: MayOvercommit) -> Choice | None:
-        """An engine without room on which `may` permits the task. None: there is no such engine, or
-        the placer does not overcommit."""
+        """A full engine on which `may` permits the task. None: there is no such engine, or the
+        placer does not overcommit."""
         return None
 
     def new_round(self) -> None:
@@ -330,7 +330,7 @@ class LowestCostPlacer(Placer):
         self, task: CompletionTask, now: float, known: PrefixHolders
     ) -> EngineLoad | None:
         """The next engine of the plan of the task's block. None: there is no plan, or its engines
-        have no room left."""
+        are full."""
         if task.failed_engines or self._loads.num_open(task.models) < 2:
             return None
         block = self._blocks.find(task)

@@ -230,7 +230,7 @@ class Scheduler:
         return choice
 
     def _place_on(self, task: CompletionTask, load: EngineLoad) -> Choice | None:
-        """This engine as the choice for the task. None: the engine has no room."""
+        """This engine as the choice for the task. None: the engine is full."""
         new_prompt = task.prompt_len - self.engines.running.shared_len(task, load.id)
         has_room = load.is_open and load.fits(task, new_prompt)
         return Choice(load, new_prompt) if has_room else None
@@ -242,7 +242,7 @@ class Scheduler:
         if not self._order.limits_concurrency or not load.num_tasks:
             return False
         if load.is_foreign and not (task.objective and task.objective.depth):
-            # Estimated costs are inexact: to hold single requests left slots of a server empty.
+            # Estimated costs are inexact: delaying single requests would leave slots empty.
             return False
         if self._fairness is not None and self._fairness.is_underserved(task, load.id):
             return False
@@ -259,7 +259,7 @@ class Scheduler:
         return should_delay(num_ahead, num_others + num_waiting, added_s, step_s)
 
     def _overcommit(self, fairness: "Fairness", now: float) -> list[Placement]:
-        """Place latency tasks of underserved tenants although the engine has no room. On the engine
+        """Place latency tasks of underserved tenants although the engine is full. On the engine
         such a task may preempt calls of the other tenants."""
         placements: list[Placement] = []
         for queue in self._queues.values():
