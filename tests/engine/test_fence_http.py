@@ -135,8 +135,8 @@ async def test_an_older_attempt_of_a_call_is_refused() -> None:
         await client.generate(attempt(1, task_id=8, context_id=4))
         for number, context_id in ((2, 5), (0, 6), (3, 7)):
             await client.generate(attempt(number, context_id=context_id))
-        assert await client.free_contexts([2, 3]) == 0  # Only retried calls are recorded.
-        assert len(fence._attempts) == 1  # Call 8 has only one attempt, which is not recorded.
+        assert await client.free_contexts([2, 3]) == 0  # The refused requests created no contexts.
+        assert len(fence._attempts) == 1  # Only retried calls are recorded.
         await register_again(fence, service, reorder)
         assert not fence._attempts
 

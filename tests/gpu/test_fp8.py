@@ -18,7 +18,7 @@ from parrot.engine.models.fused_weights import rows_of
 from parrot.engine.models.layers import RMSNorm
 
 pytestmark = pytest.mark.gpu
-ROUNDING = 2**-8  # Of bfloat16.
+ROUNDING = 2**-8  # The rounding error of bfloat16.
 
 
 def matrix(outputs: int, inputs: int) -> Fp8Matrix:

@@ -24,7 +24,7 @@ from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
-ROUNDING = 2**-8  # Of bfloat16.
+ROUNDING = 2**-8  # The rounding error of bfloat16.
 SIZES = {"hidden_size": 512, "intermediate_size": 768, "num_attention_heads": 8}
 
 
@@ -141,7 +141,7 @@ def test_a_layer_of_products(rows: int, other: tuple[int, int, bool] | None) -> 
 def test_greedy_tokens_of_four_bit_and_bfloat16_weights_are_nearly_equal(
     tmp_path: Path, kind: str
 ) -> None:
-    """Outputs run in graphs, for one sequence and for several, at once and in chunks."""
+    """Decodes run in graphs, for one sequence and for several, at once and in chunks."""
     plain = make_tiny_model(tmp_path / "plain", "llama", overrides=SIZES)
     quantise_folder(plain, tmp_path / "model", kind, 64)
     packed, packed_memory = outputs(tmp_path / "model", "auto")

@@ -52,7 +52,7 @@ class Script:
     text: Callable[[str], str] = lambda prompt: f"<{len(prompt)}>"  # From the prompt to the output.
     error: ParrotError | None = None
     steps: int = 3  # Number of chunks of a stream.
-    hang_after: int | None = None  # Wait for `resume` after this number of chunks.
+    hang_after: int | None = None  # Number of chunks before the engine waits for `resume`.
     finish_reason: FinishReason = FinishReason.STOP
     stop_token: bool = True  # The ids end with the EOS token.
     extra_ids: Sequence[int] = ()

@@ -38,7 +38,7 @@ from parrot.utils.clock import MonotonicClock
 from tests.support.app_server import running_in_thread
 from tests.support.fake_engine import FakeEngine, fake_engine, register
 
-_CHUNK = 3  # characters
+_CHUNK = 3  # In characters.
 _ROUTES = {
     "call": r"POST /v1/(semantic|py_native)_call",
     "graph": r"POST /v1/semantic_graph",

@@ -11,7 +11,7 @@ from parrot.protocol.errors import InvalidRequest
 from tests.support.core_harness import Harness, piece
 
 PUBLIC = "abcdefghij"  # 10 tokens: two full blocks of 4, and two tokens.
-BEHIND = "klmnopqrstu"
+SUFFIX = "klmnopqrstu"
 
 
 def cached(engine: Harness, context_id: int, text: str, salt: str, public: int = 10) -> int:
@@ -23,39 +23,39 @@ def cached(engine: Harness, context_id: int, text: str, salt: str, public: int =
 
 def test_another_salt_finds_the_public_blocks_and_not_one_more():
     engine = Harness()
-    assert cached(engine, 1, PUBLIC + BEHIND, "one") == 0
-    assert cached(engine, 2, PUBLIC + BEHIND, "other") == 8
-    assert cached(engine, 3, PUBLIC + BEHIND, "one") == 20
+    assert cached(engine, 1, PUBLIC + SUFFIX, "one") == 0
+    assert cached(engine, 2, PUBLIC + SUFFIX, "other") == 8
+    assert cached(engine, 3, PUBLIC + SUFFIX, "one") == 20
     assert engine.context(1).block_ids[:2] == engine.context(2).block_ids[:2]
     assert not set(engine.context(1).block_ids[2:]) & set(engine.context(2).block_ids[2:])
 
 
 def test_a_public_prefix_is_not_found_without_public_len():
     engine = Harness()
-    cached(engine, 1, PUBLIC + BEHIND, "one")
-    assert cached(engine, 2, PUBLIC + BEHIND, "other", public=0) == 0
-    assert cached(engine, 3, PUBLIC + BEHIND, "", public=0) == 0
+    cached(engine, 1, PUBLIC + SUFFIX, "one")
+    assert cached(engine, 2, PUBLIC + SUFFIX, "other", public=0) == 0
+    assert cached(engine, 3, PUBLIC + SUFFIX, "", public=0) == 0
 
 
 def test_public_blocks_outlive_the_context_that_computed_them():
     engine = Harness()
-    cached(engine, 1, PUBLIC + BEHIND, "one")
+    cached(engine, 1, PUBLIC + SUFFIX, "one")
     engine.free(1)
-    assert cached(engine, 2, PUBLIC + BEHIND, "other") == 8
+    assert cached(engine, 2, PUBLIC + SUFFIX, "other") == 8
 
 
 @pytest.mark.parametrize(("length", "found"), [(6, 4), (8, 8), (11, 8), (16, 8)])
 def test_a_fork_shares_its_part_of_the_public_prefix(length, found):
     """Later tokens belong to the fork, also if they equal the public prefix."""
     engine = Harness(num_blocks=32)
-    cached(engine, 1, PUBLIC + BEHIND, "one")
-    rest = (PUBLIC + BEHIND)[length:]
+    cached(engine, 1, PUBLIC + SUFFIX, "one")
+    rest = (PUBLIC + SUFFIX)[length:]
     fork = engine.fill(piece(2, rest + "!", parent=1, length=length), cache_salt="one")
     engine.run()
     assert fork.error is None
     engine.free(1)
-    assert cached(engine, 3, PUBLIC + BEHIND, "other") >= found
-    assert cached(engine, 4, PUBLIC + BEHIND, "third") == 8
+    assert cached(engine, 3, PUBLIC + SUFFIX, "other") >= found
+    assert cached(engine, 4, PUBLIC + SUFFIX, "third") == 8
 
 
 def test_more_tokens_than_the_piece_has_cannot_be_public():
