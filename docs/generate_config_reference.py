@@ -85,7 +85,7 @@ APIS: dict[str, type[BaseModel]] = {
     "responses": ResponseRequest,
     "messages": MessagesRequest,
 }
-# Known fields that a request may not have, or only with a value that changes nothing.
+# Known fields that requests are refused for, unless their value has no effect.
 REFUSED = {
     "chat completions": {
         "audio",
@@ -113,9 +113,9 @@ _BLOCK = re.compile(
 GIB = 1 << 30
 FREE_GIB = (23, 45, 79, 140)  # Free memory of GPUs with 24, 48, 80 and 141 GB.
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-_ENDLESS = 1e9  # bounds beyond are only there to keep numbers in a machine word
+_ENDLESS = 1e9  # Larger bounds are not shown: they only keep numbers within a machine word.
 
-# Keys by the sections of the page; those that are named nowhere come under "the rest".
+# Keys by the sections of the page. Keys that are in no list are shown under "the rest".
 OPERATOR_CORE = (
     "host",
     "port",
@@ -134,7 +134,7 @@ OPERATOR_ENGINE = (
     "cluster_token",
     "serve_core",
 )
-CORE_LIMITS = ("max_queue_size", "reuse_cache_size", "reuse_timeout")  # of `global_scheduler`
+CORE_LIMITS = ("max_queue_size", "reuse_cache_size", "reuse_timeout")  # In `global_scheduler`.
 ENGINE_SWITCHES = ("policy", "prefix_caching", "background_share", "background_chunk_size")
 INSTANCE_SWITCHES = ("attn_func", "load_format", "shared_prefix", "kv_cache_dtype")
 
@@ -328,7 +328,7 @@ def _block(kind: str, of: str) -> str:
 def section(
     model: type[BaseModel], doc: type[BaseModel] | None = None, without: Sequence[str] = ()
 ) -> str:
-    """What the class (or `doc`) says of itself, and a table of its other fields."""
+    """The docstring of the class (or of `doc`), and a table of the remaining fields."""
     text = _own_doc(doc or model)
     unknown = set(without) - set(model.model_fields)
     if unknown:
@@ -338,7 +338,7 @@ def section(
 
 
 def table(model: type[BaseModel], keys: Sequence[str], **changes: Any) -> str:
-    """A table of some fields; `changes` replace the JSON schemas of single ones."""
+    """A table of the fields `keys`. `changes` replace the JSON schemas of single fields."""
     schema = model.model_json_schema()
     fields = schema.get("properties", {}) | changes
     if not keys:
@@ -348,7 +348,7 @@ def table(model: type[BaseModel], keys: Sequence[str], **changes: Any) -> str:
 
 
 def _own_doc(model: type[BaseModel]) -> str:
-    """The docstring, unless it is inherited; bare names in it are keys already in backticks."""
+    """The docstring, unless it is inherited."""
     doc = model.__dict__.get("__doc__")
     return " ".join(inspect.cleandoc(doc).split()) if doc else ""
 
@@ -430,7 +430,7 @@ def shapes_table() -> str:
 
 
 def servers_table() -> str:
-    """A row for what not all can do. It begins with what all can."""
+    """The features that all servers have, and a table row for each other feature."""
     own = SUPPORTED_SAMPLING.union(CONSTRAINTS, engine_api.FEATURES - engine_api.SERVER_FEATURES)
     by_server = {name: dialect.features(is_chat=False) for name, dialect in DIALECTS.items()}
     known = {"builtin": own, **by_server}
@@ -547,7 +547,7 @@ def _command_section(name: str, command: Any) -> str:
 
 
 def _option(parameter: Any) -> str:
-    """Its name, with the default value if there is one to show."""
+    """The name of the option, with its default value if there is one to show."""
     if parameter.param_type_name == "argument":
         return f"`{(parameter.name or '').upper()}`"
     given = parameter.default
@@ -556,12 +556,12 @@ def _option(parameter: Any) -> str:
 
 
 def _one_line(text: str) -> str:
-    """In one line of a table. Rich markup escapes `[` with a backslash."""
+    """The text as one line of a table. Rich markup escapes `[` with a backslash."""
     return " ".join(text.split()).replace("\\[", "[").replace("|", "\\|")
 
 
 def pages() -> dict[Path, str]:
-    """Every page of docs/ as it should be."""
+    """Every page of docs/ with its current content."""
     made = {path: filled(path.read_text()) for path in sorted(DOCS.rglob("*.md"))}
     return made | {DOCS / "configuration.md": configuration_page()}
 

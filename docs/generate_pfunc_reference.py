@@ -72,7 +72,7 @@ INTERNAL |= {
 
 
 def pages() -> dict[Path, str]:
-    """The page and its text."""
+    """The path of the page and its current text."""
     return {PAGE: page()}
 
 
@@ -128,7 +128,7 @@ def callable_entry(name: str, function: Any) -> Iterator[str]:
 
 
 def methods(cls: type) -> str:
-    """A table of the public methods and properties, the inherited ones too, as they are defined."""
+    """A table of the public methods and properties, including inherited ones, in source order."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__[:-1]):
         if base.__module__.startswith("parrot."):
@@ -148,7 +148,7 @@ def heading(name: str, value: Any) -> str:
 
 
 def signature(name: str, function: Any, *, types: bool = True) -> str:
-    """The call without `self`. A long one has a parameter a line."""
+    """The call without `self`. A long call has one parameter per line."""
     form = inspect.signature(function)
     shown = [param for key, param in form.parameters.items() if key != "self"]
     if not types:
@@ -165,7 +165,7 @@ def signature(name: str, function: Any, *, types: bool = True) -> str:
 
 
 def _with_marks(shown: list[inspect.Parameter]) -> Iterator[Any]:
-    """The parameters with `*` before the first that can only be named."""
+    """The parameters, with `*` before the first keyword-only parameter."""
     is_marked = False
     for param in shown:
         if param.kind is param.VAR_POSITIONAL:
@@ -177,11 +177,11 @@ def _with_marks(shown: list[inspect.Parameter]) -> Iterator[Any]:
 
 
 def readable(text: str) -> str:
-    """Annotations and defaults as one would write them."""
+    """Annotations and defaults as in source code."""
     text = re.sub(r"^(\w+: )'([^']*)'", r"\1\2", text)
     text = re.sub(r"<\w+\.(\w+): [^>]*>", r"\1", text)
     text = re.sub(r"<[\w.]+ object at 0x\w+>", "...", text)
-    text = re.sub(r"[~+](?=[A-Z])", "", text)  # of a TypeVar
+    text = re.sub(r"[~+](?=[A-Z])", "", text)  # The sign of a TypeVar.
     return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Za-z])", "", text)
 
 
@@ -190,7 +190,7 @@ def default_of(model: type[BaseModel], key: str) -> str:
 
 
 def text_of(value: Any) -> str:
-    """Its own docstring, the lines joined to paragraphs."""
+    """The value's own docstring, with lines joined to paragraphs."""
     own = vars(value).get("__doc__") if isinstance(value, type) else value.__doc__
     is_generic = own == object.__init__.__doc__
     doc = "" if own is None or is_generic else inspect.cleandoc(own)

@@ -1,5 +1,5 @@
-"""Hooks of mkdocs: links that leave docs/ lead to copies of what they name, so that pages read the
-same in the repository and on the site."""
+"""Hooks of mkdocs: files outside docs/ that pages link to are copied to the site, so that links
+work in the repository and on the site."""
 
 import posixpath
 import re
@@ -15,12 +15,12 @@ _CODE_IN_ROW = re.compile(r"`[^`]+`")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Take in all that can be reached by links: other pages, results, sources."""
+    """Add all files that pages link to, directly or indirectly: pages, results, sources."""
     root = Path(config.docs_dir).parent
     waiting = [f"docs/{page.src_uri}" for page in files.documentation_pages()]
     waiting += [path for path in _named(config.nav) if not (root / "docs" / path).exists()]
     known = set(waiting)
-    for path in waiting:  # grows meanwhile
+    for path in waiting:  # The loop appends to the list.
         if not path.startswith("docs/"):
             files.append(File.generated(config, path, abs_src_path=str(root / path)))
         if path.endswith(".md"):
@@ -32,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links to files outside docs/ around, and take links to folders away."""
+    """Redirect links to files outside docs/ to their copies, and remove links to folders."""
     here = page.file.src_uri
     path = here if files.get_file_from_path(here).generated_by else f"docs/{here}"
     root = Path(config.docs_dir).parent
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _without_escapes(row: str) -> str:
-    """A row of a table whose code has `|` as it is: Python-Markdown would show the backslashes."""
+    """A table row with unescaped `|` in code. Python-Markdown would show the backslashes."""
     return _CODE_IN_ROW.sub(lambda code: code[0].replace("\\|", "|"), row)
 
 
@@ -72,10 +72,10 @@ def _targets(path: str, text: str) -> list[str]:
 
 
 def _resolved(path: str, link: str) -> str:
-    """The path in the repository that a link of the file at `path` means."""
+    """The path in the repository to which a link in the file at `path` leads."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 
 def _is_taken_in(root: Path, path: str) -> bool:
-    """The README's place is taken by the site's first page."""
+    """Whether to copy the file. The README is left out: the site has its own first page."""
     return path != "README.md" and not path.startswith("docs/") and (root / path).is_file()

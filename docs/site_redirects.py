@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the addresses of pages that have moved lead to the new pages.
+"""A hook of mkdocs: the old addresses of moved pages lead to the new pages.
 
 The old and the new addresses stand in mkdocs.yml, under `extra.redirects`."""
 

@@ -54,7 +54,7 @@ ROOTS4 = Decode("roots4 B=64", 64, 728, 1632, 5107, 4)
 # Agents with the same files in their prompts.
 AGENTS = tuple(Decode(f"agents B={batch}", batch, 300, shared=7000) for batch in (9, 16))
 CROWD = Decode("25 at 2200", 25, 2200)
-# Forks of one long context. The step of all should take at most 1.15 times as long as that of one.
+# Forks of one long context. A step of 16 forks should take at most 1.15 times as long as of one.
 LONG_FORKS = tuple(
     Decode(f"forks B={batch} ctx 94k", batch, 64, shared=94_208) for batch in (1, 16)
 )
