@@ -57,8 +57,8 @@ def settings_of(specs: Sequence[SampleSpec], device: str = "cpu") -> torch.Tenso
 
 
 def penalized(vocab_size: int, length: int, seed: int = 0) -> list[SampleSpec]:
-    """Samples with all kinds of penalties. Contexts have up to `length` tokens. Some of these
-    tokens are output, and the newest token may or may not have occurred before."""
+    """Samples with all kinds of penalties. Contexts have up to `length` tokens. The last tokens are
+    output, and the newest token may or may not have occurred before."""
     rng = random.Random(seed)
     specs = []
     for job_id, fields in enumerate(PENALTIES * 3):

@@ -24,7 +24,7 @@ class StreamPosition:
 
 
 class LateStream:
-    """Replaces `torch.cuda.Stream`. `current` is the current stream of all threads, and `everyone`
+    """Replaces `torch.cuda.Stream`. `current` is the current stream of all threads, and `streams`
     has all streams."""
 
     current: "LateStream"

@@ -25,7 +25,7 @@ _STEPS = st.tuples(st.just("steps"), st.integers(1, 3), st.none(), st.none())
 
 
 def events(how: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Event]]:
-    """Random events. About half of them read some texts in the way `how`."""
+    """Random events. Reads of texts, in the way `how`, are twice as likely as each other event."""
     read = st.tuples(st.just("read"), _TEXTS, how, st.integers(-1, 1))
     return st.lists(st.one_of(read, read, _GENERATE, _ABORT, _STEPS), max_size=14)
 
