@@ -1,4 +1,4 @@
-"""Calls of tools in answers, read as the answers come."""
+"""Tool calls in answers are parsed while the answers are generated."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -84,14 +84,14 @@ def test_calls_between_tags() -> None:
     assert len({call.id for call in answer.calls}) == 2
 
 
-def test_a_call_that_is_the_whole_answer() -> None:
+def test_an_answer_that_consists_of_a_call() -> None:
     call = '{"name": "look", "parameters": {"at": "sky"}}'
     assert said(read_answer(parser(LLAMA)(), f"\n{call}")) == ("", [("look", '{"at":"sky"}')])
     assert said(read_answer(parser(LLAMA)(), f"So: {call}")) == (f"So: {call}", [])
     assert said(read_answer(parser(LLAMA)(), '{"a": 1}')) == ('{"a": 1}', [])
 
 
-def test_a_list_of_calls_behind_a_tag() -> None:
+def test_a_list_of_calls_after_a_tag() -> None:
     answer = read_answer(parser(MISTRAL)(), f"[TOOL_CALLS] [{CALL}, {CALL}]")
     assert said(answer) == ("", [("look", '{"at":"sky"}')] * 2)
 
@@ -226,7 +226,7 @@ def test_calls_of_each_family(template: str, text: str, shown: str, calls: list[
         (KIMI, f"<|tool_calls_section_begin|>{KIMI_CALL.replace('}', '')}"),
     ],
 )
-def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
+def test_text_that_resembles_a_call_is_text(template: str, text: str) -> None:
     assert said(read_answer(parser(template)(), text)) == (text, [])
 
 
@@ -242,13 +242,13 @@ def test_what_only_looks_like_a_call_is_text(template: str, text: str) -> None:
         '{"name": "f", "arguments": "x"}',
     ],
 )
-def test_what_is_no_call_is_text(inner: str) -> None:
+def test_invalid_calls_are_text(inner: str) -> None:
     for text in (f"<tool_call>{inner}</tool_call>", f"So \n<tool_call>{inner}</tool_call> there"):
         assert said(read_answer(parser(HERMES)(), text)) == (text, [])
 
 
 def test_calls_of_kimi_keep_their_ids() -> None:
-    """Its chat template shows them again. An id that is there twice is another one's."""
+    """Kimi's chat template shows the ids again. A repeated id is replaced by a new one."""
     calls = [KIMI_CALL, KIMI_CALL.replace(":0", ":1"), KIMI_CALL]
     text = f"<|tool_calls_section_begin|>{''.join(calls)}<|tool_calls_section_end|>"
     ids = [call.id for call in read_answer(parser(KIMI)(), text).calls]
@@ -262,7 +262,7 @@ def test_only_the_first_call() -> None:
     assert (len(answer.calls), answer.text) == (1, "done")
 
 
-def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
+def test_text_is_returned_as_soon_as_it_cannot_be_a_call() -> None:
     one = parser(HERMES)()
     assert list(one.feed("Hello <tool")) == [("Hello",)]
     assert list(one.feed("box")) == [(" <toolbox",)]
@@ -273,28 +273,28 @@ def test_text_is_told_as_soon_as_it_cannot_be_a_call() -> None:
     text=PIECES,
     cuts=st.lists(st.integers(0, 200), max_size=5),
 )
-def test_it_does_not_matter_how_an_answer_is_cut(template: str, text: str, cuts: list[int]) -> None:
+def test_chunk_boundaries_do_not_matter(template: str, text: str, cuts: list[int]) -> None:
     ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     chunks = [text[a:b] for a, b in pairwise(ends)]
     whole = said(read_answer(parser(template)(), text))
     assert said(streamed(parser(template)(), chunks)) == whole
 
 
-def test_white_space_behind_a_call_is_markup_however_it_comes() -> None:
+def test_white_space_after_a_call_is_markup() -> None:
     call = f"<tool_call>{CALL}</tool_call>"
     for chunks in ([f"{call} \n a"], [call, " ", "\n a"], [call, " ", "\n"]):
         answer = streamed(parser(HERMES)(), chunks)
         assert answer.text == "a" * ("a" in chunks[-1][-1])
 
 
-# The quotation marks of another template are characters.
+# The quotation marks of another template are ordinary characters.
 ARGUMENTS = [{"at": f"{mark}sky{mark}"} for mark in ("", "<escape>", '<|"|>')]
 
 
 @given(template=st.sampled_from(TEMPLATES), text=PIECES)
 @example(template=GEMMA, text="<|tool_call>call:look{at:<escape>sky<escape>}")
 def test_no_character_is_lost(template: str, text: str) -> None:
-    """But for white space and tags around calls."""
+    """Except white space and tags around calls."""
     answer = read_answer(parser(template)(), text)
     if not answer.calls:
         assert answer.text == text
@@ -329,7 +329,7 @@ def test_templates_without_tools() -> None:
         (f"{CALL}\n</tool", '{"at":"sky"}'),
     ],
 )
-def test_a_call_that_the_limit_cuts(inner: str, arguments: str | None) -> None:
+def test_a_call_that_is_cut_by_the_limit(inner: str, arguments: str | None) -> None:
     text = f"I look.\n<tool_call>{inner}"
     answer = read_answer(TaggedParser("<tool_call>", "</tool_call>", read_json, read_cut), text)
     if arguments is None:

@@ -1,4 +1,4 @@
-"""A long plain text is cut where its tokens end anyway, and at the same places if it goes on."""
+"""A long plain text is split at token boundaries, and at the same places if more text follows."""
 
 from unittest.mock import patch
 
@@ -59,7 +59,7 @@ def test_the_parts_have_the_tokens_of_the_whole(name: str, text: str) -> None:
 
 
 @given(text=TEXTS, more=TEXTS)
-def test_a_text_that_goes_on_has_the_same_parts(text: str, more: str) -> None:
+def test_a_longer_text_has_the_same_parts(text: str, more: str) -> None:
     before, after = parts(text), parts(text + more)
     assert "".join(after) == text + more
     assert after[: len(before) - 1] == before[:-1]

@@ -1,4 +1,4 @@
-"""Variables in prompts that come whole."""
+"""Placeholders of variables in complete prompts."""
 
 import pytest
 from hypothesis import given
@@ -69,7 +69,7 @@ def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
     assert caught.value.param == "parrot.inputs.a"
 
 
-def test_plain_text_has_places_too() -> None:
+def test_plain_text_may_have_placeholders() -> None:
     marked = mark_placeholders("<s>{{a}}{{b}} {{c}}{{a}}", ["a", "b"])
     assert isinstance(marked.prompt, str)
     pieces = put_variables([TextPiece(marked.prompt)], marked, VALUES)

@@ -1,4 +1,4 @@
-"""Where a program's prompt left the one before it, and why."""
+"""Where and why a prompt of a program differs from its previous prompt."""
 
 from typing import Any
 

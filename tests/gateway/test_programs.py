@@ -1,4 +1,4 @@
-"""A prompt continues the turn with whose text it begins, whether that prompt is kept or not."""
+"""A prompt continues the turn whose text is its prefix, even if that prompt was not kept."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ class Conversations:
         self.num_turns = 0
 
     def turn(self, messages: list[Json], answer: str, *, is_kept: bool) -> int | None:
-        """The number of the turn that it continues."""
+        """Add a turn, and return the number of the turn that it continues, if any."""
         prompt = rendered(messages)
         if is_kept:
             self.kept.append(prompt)
@@ -55,7 +55,7 @@ TURNS = st.lists(
 
 
 @given(TURNS)
-def test_the_longest_known_beginning_is_found(turns: list[tuple[int, str, str, bool]]) -> None:
+def test_the_longest_known_prefix_is_found(turns: list[tuple[int, str, str, bool]]) -> None:
     """Each turn continues an earlier one, or starts a conversation."""
     here = Conversations()
     histories: list[list[Json]] = [[]]
@@ -70,15 +70,15 @@ def test_the_longest_known_beginning_is_found(turns: list[tuple[int, str, str, b
 
 
 @given(st.booleans())
-def test_a_text_that_is_shown_otherwise_is_not_continued(is_kept: bool) -> None:
-    """A template may show the same messages in another way, so keys alone tell nothing."""
+def test_a_text_that_is_rendered_differently_is_not_continued(is_kept: bool) -> None:
+    """Equal keys are not enough, because a template may render the same messages differently."""
     here = Conversations()
     first = [said("user", "a")]
     here.turn(first, "x", is_kept=is_kept)
     more = [*first, said("assistant", "x"), said("user", "b")]
     place = here.endings.find(rendered(more, "Today is Monday. "), SCOPE, lambda _: True)
     assert place.ending is None
-    shorter = ShownPrompt(more, {}, "<user>a<assistant>")  # it leaves the answer out
+    shorter = ShownPrompt(more, {}, "<user>a<assistant>")  # without the answer
     assert here.endings.find(shorter, SCOPE, lambda _: True).ending is None
     found = here.endings.find(rendered(more), SCOPE, lambda _: True)
     assert (found.ending is not None, found.num_known) == (True, 2)
@@ -98,8 +98,8 @@ def test_a_session_that_has_ended_and_another_scope_are_not_found() -> None:
     assert here.endings.find(prompt, other, lambda _: True).ending is None
 
 
-def test_of_a_session_that_has_ended_nothing_is_kept() -> None:
-    """Long conversations are megabytes, and sessions end all the time."""
+def test_nothing_is_kept_of_an_ended_session() -> None:
+    """Long conversations have megabytes, and sessions end often."""
     here = Conversations()
     messages = [said("user", "a")]
     for answer in ("x", "y", "x"):
@@ -111,7 +111,7 @@ def test_of_a_session_that_has_ended_nothing_is_kept() -> None:
     assert not here.endings._of_sessions
 
 
-def test_the_endings_that_were_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_recently_used_endings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endings, "_MAX_ENDINGS", 2)
     here = Conversations()
     for text in "abc":

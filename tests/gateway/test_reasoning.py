@@ -1,4 +1,4 @@
-"""Reasoning before answers, read as they come."""
+"""Reasoning before answers is parsed while the answers are generated."""
 
 from itertools import pairwise
 
@@ -52,7 +52,7 @@ def read(text: str, begins_inside: bool = False) -> tuple[str, str]:
         ("", "", ""),
     ],
 )
-def test_reasoning_stands_between_tags_at_the_begin(text: str, reasoning: str, shown: str) -> None:
+def test_reasoning_is_between_tags_at_the_beginning(text: str, reasoning: str, shown: str) -> None:
     assert read(text) == (reasoning, shown)
 
 
@@ -73,7 +73,7 @@ def test_the_prompt_may_have_begun_the_reasoning(text: str, reasoning: str, show
 @given(text=PIECES, begins_inside=st.booleans(), cuts=CUTS)
 @example(text="<think>a\n</th", begins_inside=False, cuts=[8])
 @example(text="<think>a\n\n</think>\n\nb", begins_inside=False, cuts=[9, 12, 19])
-def test_it_does_not_matter_how_an_answer_is_cut_and_no_character_is_lost(
+def test_chunk_boundaries_do_not_matter_and_no_character_is_lost(
     text: str, begins_inside: bool, cuts: list[int]
 ) -> None:
     ends = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
@@ -94,7 +94,7 @@ def test_it_does_not_matter_how_an_answer_is_cut_and_no_character_is_lost(
     assert answer.text == (behind.lstrip("\n") if found else "")
 
 
-def test_calls_behind_reasoning_and_none_in_it() -> None:
+def test_calls_after_reasoning_but_not_in_it() -> None:
     family = tool_family("<tool_call>")
     assert family is not None
     text = f"<think>I could {CALL}</think>\n\nI look.\n{CALL}"
@@ -104,7 +104,7 @@ def test_calls_behind_reasoning_and_none_in_it() -> None:
     assert answer.message()["reasoning_content"] == answer.reasoning
 
 
-def test_reasoning_is_told_as_soon_as_it_cannot_be_a_tag() -> None:
+def test_reasoning_is_returned_as_soon_as_it_cannot_be_a_tag() -> None:
     one = parser()
     assert list(one.feed("<think>\nUp.\n</")) == [ReasoningDelta("Up.")]
     assert list(one.feed("b>")) == [ReasoningDelta("\n</b>")]
@@ -121,7 +121,7 @@ def test_reasoning_is_told_as_soon_as_it_cannot_be_a_tag() -> None:
         ("{{ content }}", "<assistant>", ("", "<think>Up.</think>Look.")),
     ],
 )
-def test_the_template_and_the_prompts_end_tell_whether_there_is_reasoning(
+def test_the_template_and_the_end_of_the_prompt_imply_reasoning(
     template: str, prompt: str, found: tuple[str, str]
 ) -> None:
     answer = read_answer(with_reasoning(PlainParser, template, prompt)(), "<think>Up.</think>Look.")

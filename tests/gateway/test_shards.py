@@ -1,4 +1,4 @@
-"""Two ServeCores that share sessions out: whichever is asked, the one that has it answers."""
+"""Two ServeCores as shards: each forwards a request to the shard that holds its session."""
 
 import asyncio
 import sys
@@ -89,11 +89,11 @@ async def shards() -> AsyncIterator[list[Served]]:
 
 
 def elsewhere(session: Program, asked: Served) -> Program:
-    """The same session, asked of another server."""
+    """Return the same session with another server."""
     return Program(asked.client, session.session_id, session.session_auth)
 
 
-async def test_a_program_may_ask_any_shard(shards: list[Served]) -> None:
+async def test_a_program_may_use_any_shard(shards: list[Served]) -> None:
     first, second = shards
     async with program(second.client) as here:
         assert here.session_id % MAX_SHARDS == SECOND
@@ -116,19 +116,19 @@ async def test_a_program_may_ask_any_shard(shards: list[Served]) -> None:
         assert await own.get(await own.call("Say: {{out}}"))
 
 
-async def test_a_large_body_goes_to_the_shard_whose_token_its_head_has(
+async def test_a_large_body_is_forwarded_by_the_token_in_its_header(
     shards: list[Served],
 ) -> None:
     first, second = shards
     async with program(second.client) as here:
-        text = "word " * 400_000  # read only if the sender knows the token
+        text = "word " * 400_000  # read only if the request has a valid token
         there = elsewhere(here, first)
         var = await there.call("{{x}} {{out}}", inputs={"x": text}, max_gen_length=4)
         with pytest.raises(PromptTooLong):
             await there.get(var)
 
 
-async def test_responses_are_continued_read_and_deleted_where_they_are(
+async def test_responses_are_continued_read_and_deleted_at_their_shard(
     shards: list[Served],
 ) -> None:
     first, second = shards
@@ -150,7 +150,7 @@ async def test_responses_are_continued_read_and_deleted_where_they_are(
                 assert response.status == 404
 
 
-async def test_a_reader_that_leaves_is_withdrawn_where_it_reads(shards: list[Served]) -> None:
+async def test_a_reader_that_disconnects_is_removed_at_its_shard(shards: list[Served]) -> None:
     first, second = shards
     second.engine.script = Script(hang_after=0)
     async with program(second.client) as here:
@@ -164,7 +164,7 @@ async def test_a_reader_that_leaves_is_withdrawn_where_it_reads(shards: list[Ser
                 await asyncio.sleep(0.01)
 
 
-async def test_a_shard_that_is_not_there_and_shards_that_disagree() -> None:
+async def test_missing_shards_and_different_configurations() -> None:
     ports = free_ports()
     async with shard(0, ports) as alone:
         lost = Program(alone.client, 64 * 1000 + SECOND, "its auth")
@@ -183,7 +183,7 @@ async def test_a_shard_that_is_not_there_and_shards_that_disagree() -> None:
         assert other.core.config.shards is not None
 
 
-def test_a_shard_answers_under_the_name_by_which_the_others_reach_it() -> None:
+def test_a_shard_accepts_its_own_host_name() -> None:
     cores = ["http://core-0.test:9000", "http://core-1.test:9000"]
     config = parse_config(CoreConfig, {"shards": {"index": 1, "cores": cores}}, "x")
     asked = TestClient(create_app(ServeCore(config)))
@@ -191,8 +191,8 @@ def test_a_shard_answers_under_the_name_by_which_the_others_reach_it() -> None:
     assert asked.get("http://core-0.test:9000/health").status_code == 421
 
 
-def told_once(message: Message) -> Receive:
-    """A client that sends this, and stays."""
+def one_message(message: Message) -> Receive:
+    """Return a client that sends one message and stays connected."""
     messages = [message]
 
     async def receive() -> Message:
@@ -201,10 +201,10 @@ def told_once(message: Message) -> Receive:
     return receive
 
 
-async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
+async def test_a_body_is_not_kept_while_its_answer_is_computed() -> None:
     body = bytes(1000)
     counts = [sys.getrefcount(body)]
-    receive = told_once({"type": "http.request", "body": body})
+    receive = one_message({"type": "http.request", "body": body})
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -222,14 +222,14 @@ async def test_a_body_is_not_kept_while_its_answer_is_made() -> None:
     assert (read, waiting) == (before + 1, before)
 
 
-def of_budget(num_bytes: int) -> FastAPI:
-    """An app with this much memory for request bodies."""
+def app_with_budget(num_bytes: int) -> FastAPI:
+    """Return an app with `num_bytes` of memory for request bodies."""
     return create_base_app("test", own_layers(max_body_size=2**24), max_body_memory=num_bytes)
 
 
-async def test_a_body_that_is_handed_on_counts_until_the_answer_begins() -> None:
+async def test_a_forwarded_body_counts_until_the_answer_starts() -> None:
     size, got = 2**18, list[int]()
-    budget = of_budget(2**18)
+    budget = app_with_budget(2**18)
     left: BodyBudget = budget.state.body_budget
 
     async def receive_all(request: web.Request) -> web.Response:
@@ -251,18 +251,18 @@ async def test_a_body_that_is_handed_on_counts_until_the_answer_begins() -> None
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b""}
         scope |= {"headers": [], "request_id": "r", "app": budget}
         whole = {"type": "http.request", "body": bytes(size)}
-        await forwarding(scope, told_once(whole), send)
+        await forwarding(scope, one_message(whole), send)
         num_told = len(got)
         assert got[:3] == [size, 2**16, 2**18]
         with left.lease() as others:
             others.hold(2**17 + 2**16)
             with pytest.raises(Unavailable, match="large"):
-                await forwarding(scope, told_once(whole), send)
+                await forwarding(scope, one_message(whole), send)
         assert (len(got), left._num_free) == (num_told, 2**18)
         await forwarding.close()
 
 
-async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
+async def test_a_utf8_header_is_forwarded_unchanged() -> None:
     name = "größe".encode()
     seen: list[bytes] = []
 
@@ -282,8 +282,12 @@ async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
     port = server.sockets[0].getsockname()[1]
     forwarding = Forwarding(app, [f"http://127.0.0.1:{port}"])
     scope = {"type": "http", "method": "GET", "raw_path": b"/", "query_string": b""}
-    scope |= {"headers": [(b"x-parrot-program", name)], "request_id": "r", "app": of_budget(0)}
-    await forwarding(scope, told_once({"type": "http.request"}), send)
+    scope |= {
+        "headers": [(b"x-parrot-program", name)],
+        "request_id": "r",
+        "app": app_with_budget(0),
+    }
+    await forwarding(scope, one_message({"type": "http.request"}), send)
     await forwarding.close()
     server.close()
     assert b"x-parrot-program: " + name + b"\r\n" in seen[0]
@@ -298,7 +302,7 @@ async def test_a_header_in_utf8_is_handed_on_as_it_is() -> None:
         {"index": 0, "cores": ["http://a:1", "http://b:1/v1"]},
     ],
 )
-def test_shards_that_cannot_be_are_refused(bad: dict[str, Any]) -> None:
+def test_invalid_shards_are_rejected(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="shards"):
         parse_config(CoreConfig, {"shards": bad}, "x")
 
@@ -308,7 +312,9 @@ def test_shards_that_cannot_be_are_refused(bad: dict[str, Any]) -> None:
     st.integers(0, MAX_SHARDS - 1),
     st.lists(st.integers(1, 9), max_size=9),
 )
-def test_ids_of_a_shard_grow_and_tell_it(first: int, index: int, restored: list[int]) -> None:
+def test_ids_of_a_shard_increase_and_contain_its_index(
+    first: int, index: int, restored: list[int]
+) -> None:
     own, other = Shard(index, MAX_SHARDS), Shard((index + 1) % MAX_SHARDS, MAX_SHARDS)
     numbers = SessionNumbers(first, own)
     before = first - 1
@@ -326,7 +332,7 @@ def test_ids_of_a_shard_grow_and_tell_it(first: int, index: int, restored: list[
         numbers.mark_used(before)
 
 
-def test_one_that_is_alone_knows_nothing_of_shards() -> None:
+def test_a_single_servecore_uses_plain_ids() -> None:
     numbers = SessionNumbers(7)
     assert numbers.next == 7
     assert "." not in numbers.auth(7)
@@ -338,7 +344,7 @@ def test_one_that_is_alone_knows_nothing_of_shards() -> None:
 
 
 async def test_a_load_that_a_client_claims_is_not_forwarded() -> None:
-    """It would make the other shard decline or accept the client's sessions."""
+    """A forged load would make the other shard accept or reject the client's sessions."""
     loads: list[list[str]] = []
 
     async def receive_all(request: web.Request) -> web.Response:
@@ -358,7 +364,7 @@ async def test_a_load_that_a_client_claims_is_not_forwarded() -> None:
         forwarding = Forwarding(app, [str(server.make_url(""))], lambda: own)
         scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b""}
         scope |= {"headers": [(b"x-parrot-load", b"0 0 0")], "request_id": "r"}
-        scope |= {"app": of_budget(2**18)}
-        await forwarding(scope, told_once({"type": "http.request", "body": b"{}"}), send)
+        scope |= {"app": app_with_budget(2**18)}
+        await forwarding(scope, one_message({"type": "http.request", "body": b"{}"}), send)
         await forwarding.close()
     assert loads == [["3 5 7"]]

@@ -1,4 +1,4 @@
-"""The rows of calls and variables, with a real dispatcher: when each thing happened."""
+"""The rows of calls and variables, and their times, with a real dispatcher."""
 
 import asyncio
 from typing import Any
@@ -22,7 +22,7 @@ def session_rows(world: World, program: Program) -> Rows:
     return dict(PageRows(world.core).session(session, sees_values=True))  # type: ignore[arg-type]
 
 
-async def test_a_variable_says_when_the_program_set_it_and_how_it_begins() -> None:
+async def test_a_variable_shows_its_time_and_first_characters() -> None:
     world = World()
     await world.join()
     program = world.program()
@@ -66,7 +66,7 @@ async def test_the_first_token_of_a_running_call_is_seen() -> None:
     await world.core.close()
 
 
-async def test_a_viewer_that_comes_late_makes_no_time_of_the_first_token() -> None:
+async def test_a_late_viewer_does_not_invent_a_time_of_the_first_token() -> None:
     world = World()
     engine = await world.join(script=Script(hang_after=2))
     program = world.program()
@@ -88,7 +88,7 @@ async def test_a_viewer_that_comes_late_makes_no_time_of_the_first_token() -> No
     await world.core.close()
 
 
-async def test_a_call_that_was_tried_again_lists_its_attempts() -> None:
+async def test_a_retried_call_lists_its_attempts() -> None:
     world = Kept()
     engine = await world.join()
     engine.scripts = [Script(error=EngineFailed(f"reason {n}")) for n in range(2)]
@@ -146,7 +146,7 @@ async def test_at_most_8_attempts_are_listed() -> None:
 
 
 async def test_a_program_that_stops_reading_a_call_is_cancelled() -> None:
-    """So a program that Ctrl-C has interrupted is no finished run."""
+    """So a program that was interrupted by Ctrl-C does not count as finished."""
     world = Kept()
     engine = await world.join(script=Script(hang_after=0))
     program = world.program()

@@ -71,7 +71,7 @@ async def test_a_run_as_a_trace_has_a_slice_for_each_call(is_over: bool) -> None
         assert sum(event.get("cat") == "variable" for event in events) == 2
 
 
-async def test_a_large_live_run_is_taken_in_steps() -> None:
+async def test_a_large_live_run_is_serialized_in_steps() -> None:
     async with opened() as site:
         program = await Program.begin(site)
         core, scope = site.core, program.scope
@@ -82,7 +82,7 @@ async def test_a_large_live_run_is_taken_in_steps() -> None:
         assert found["calls"] == []
 
 
-async def test_an_unknown_run_is_no_file() -> None:
+async def test_an_unknown_run_is_not_found() -> None:
     async with opened() as site:
         for name in ("run.json", "trace.json"):
             assert (await file(site, 7777, name))[0] == 404

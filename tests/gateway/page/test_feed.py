@@ -16,7 +16,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class Service:
-    """A feed on virtual time, and the CPU time that its thread has taken."""
+    """A feed on virtual time, with the CPU time of its thread."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -24,7 +24,7 @@ class Service:
         self.feed = Feed(self.clock, lambda: self.cpu_s)
 
     async def next(self, changes: AsyncGenerator[bytes], within_s: float = 0.1) -> Any:
-        """The next changes of a viewer."""
+        """Return the next changes of a viewer."""
         event = asyncio.ensure_future(anext(changes))
         await self.clock.advance(within_s)
         assert event.done()
@@ -32,7 +32,7 @@ class Service:
 
 
 class View:
-    """Is never the same again. `cost_s`: of a reading."""
+    """A view that changes with each reading. A reading takes `cost_s` seconds."""
 
     def __init__(self, service: Service, cost_s: float = 0.0) -> None:
         self.read_at: list[float] = []
@@ -45,7 +45,7 @@ class View:
         return {"row": {"n": len(self.read_at)}}
 
 
-async def test_a_view_is_read_ten_times_a_second_and_not_when_all_have_gone() -> None:
+async def test_a_view_is_read_ten_times_a_second_while_it_has_viewers() -> None:
     service = Service()
     view = View(service)
     async with aclosing(service.feed.changes("v", view, None)) as changes:
@@ -57,7 +57,7 @@ async def test_a_view_is_read_ten_times_a_second_and_not_when_all_have_gone() ->
     assert len(view.read_at) == 4
 
 
-async def test_who_has_seen_everything_is_woken_by_changes_alone() -> None:
+async def test_an_up_to_date_viewer_is_woken_only_by_changes() -> None:
     service = Service()
     rows: dict[str, Any] = {"row": {}}
     async with aclosing(service.feed.changes("v", lambda: dict(rows), None)) as changes:
@@ -79,7 +79,7 @@ async def test_a_view_that_is_slow_to_read_is_read_less_often() -> None:
     assert view.read_at == pytest.approx([0.0, 5.0, 10.0])
 
 
-async def test_what_sending_takes_counts_but_no_wait_for_who_reads_slowly(
+async def test_the_time_to_send_counts_but_not_the_wait_for_slow_viewers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(feeds, "_MAX_SEND_S", 0.01)
@@ -119,7 +119,7 @@ async def test_viewers_share_the_readings() -> None:
     assert len(feed) == 0
 
 
-async def test_a_viewer_that_leaves_while_it_waits_takes_nothing_from_others() -> None:
+async def test_a_viewer_that_leaves_does_not_affect_others() -> None:
     service = Service()
     view = View(service)
     stays, leaves = (service.feed.changes("v", view, None) for _ in range(2))
@@ -132,7 +132,7 @@ async def test_a_viewer_that_leaves_while_it_waits_takes_nothing_from_others() -
         assert (await service.next(stays))["rows"] == {"row": {"n": 2}}
 
 
-async def test_whoever_comes_back_gets_what_was_missed() -> None:
+async def test_a_returning_viewer_gets_missed_changes() -> None:
     service = Service()
     view = View(service)
     async with aclosing(service.feed.changes("v", view, None)) as stays:

@@ -1,4 +1,4 @@
-"""The history of finished runs: what it takes from a session, and what its limits delete."""
+"""The history of finished runs: the contents of a record, and the limits of the history."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -76,7 +76,7 @@ async def test_a_finished_run_has_the_rows_of_a_live_session(world: Kept) -> Non
     assert "prompt" not in hidden["call"]
 
 
-async def test_a_failure_is_no_stop(world: Kept) -> None:
+async def test_a_failed_run_is_not_stopped(world: Kept) -> None:
     engine = await world.join()
     engine.scripts = [Script(error=EngineFailed("a kernel failed")) for _ in range(8)]
     program = world.program()
@@ -91,7 +91,7 @@ async def test_a_failure_is_no_stop(world: Kept) -> None:
     assert "a kernel failed" in str(run.view(sees_values=True)[f"var:{first}"]["errors"])
 
 
-async def test_a_stop_is_no_failure(world: Kept) -> None:
+async def test_a_stopped_run_has_not_failed(world: Kept) -> None:
     program = world.program()  # Without an engine the calls stay queued.
     first = program.call("one")
     second = program.call("two", first)
@@ -128,7 +128,7 @@ async def test_a_session_without_calls_and_a_shutdown_leave_no_run(world: Kept) 
     assert len(world.history) == 0
 
 
-async def test_no_end_of_a_session_calls_a_history_that_is_off() -> None:
+async def test_a_disabled_history_is_not_called() -> None:
     world = Kept(max_runs=0)
     assert world.core.keepers == []
     await world.core.close()
@@ -204,7 +204,7 @@ async def test_many_ends_of_one_tenant_displace_no_other_tenant_before_a_reader_
     await world.core.close()
 
 
-async def test_a_run_that_no_visitor_reads_is_taken_within_seconds(world: Kept) -> None:
+async def test_a_run_is_recorded_within_seconds_without_a_visitor(world: Kept) -> None:
     program = world.program()
     session = world.core.sessions.find(program.scope["session_id"])
     assert session is not None

@@ -1,4 +1,4 @@
-"""The page's view of the past, with a real dispatcher: who used what, and what happened."""
+"""The usage by tenant and the events on the page, with a real dispatcher."""
 
 from parrot.gateway.page.rows import PageRows
 from parrot.gateway.page.visitors import Visitor
@@ -11,7 +11,7 @@ from tests.support.fake_engine import Script
 OPERATOR = Visitor(tenant=None, sees_values=True)
 
 
-async def test_usage_is_told_by_tenant_and_function() -> None:
+async def test_usage_is_reported_by_tenant_and_function() -> None:
     world = World()
     await world.join("e0")
     program = world.program()
@@ -30,7 +30,7 @@ async def test_usage_is_told_by_tenant_and_function() -> None:
 
 async def test_events_name_engines_calls_and_sessions() -> None:
     world = World()
-    page = PageRows(world.core)  # another may round the time of an event differently
+    page = PageRows(world.core)  # another instance may round the time of an event differently
     await world.join("e0")
     engine = world.engines["e0"]
     engine.scripts = [Script(error=EngineFailed("a kernel failed"))]

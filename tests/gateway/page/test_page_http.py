@@ -25,7 +25,7 @@ KEY = page_key(TOKEN)
 @asynccontextmanager
 async def served(**config: Any) -> AsyncIterator[Site]:
     async for site in open_site(CoreConfig(cluster_token=TOKEN, **config)):
-        # Browsers keep the cookies of addresses; aiohttp does so only when told.
+        # Accept cookies of IP addresses, like browsers. aiohttp does so only if configured.
         async with aiohttp.ClientSession(
             site.http._base_url, cookie_jar=aiohttp.CookieJar(unsafe=True)
         ) as http:
@@ -71,7 +71,7 @@ class Watch:
         self.version = payload["version"]
 
     async def until(self, key: str, **fields: Any) -> dict[str, Any]:
-        """Follow until a row has these fields."""
+        """Read events until a row has these fields."""
         while not fields.items() <= self.rows.get(key, {}).items():
             await self.next()
         row: dict[str, Any] = self.rows[key]
@@ -85,7 +85,7 @@ async def watching(site: Site, path: str, **params: str) -> AsyncIterator[Watch]
         yield Watch(response)
 
 
-async def test_nothing_is_shown_to_whoever_shows_no_key() -> None:
+async def test_nothing_is_shown_without_a_key() -> None:
     async with served() as site:
         scope = await site.session()
         session = f"/ui/api/sessions/{scope['session_id']}"
@@ -120,7 +120,7 @@ async def test_the_operator_sees_everything_of_a_service_without_api_keys() -> N
         assert (await site.send("GET", "/ui/api/me"))[0] == 401
 
 
-async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
+async def test_the_load_of_other_clients_on_a_server_is_shown() -> None:
     async with served() as site:
         await enter(site)
         inside = {"Authorization": f"Bearer {TOKEN}"}
@@ -131,7 +131,7 @@ async def test_what_a_server_behind_an_engine_does_for_others_is_seen() -> None:
             assert "server" not in await watch.until("engine:0", engine_name="e0")
             for told, seen in (
                 (load, {"kv": 0.4, "others_kv": 0.2}),
-                ({**load, "kv_usage": None}, {}),  # as newer versions of llama.cpp
+                ({**load, "kv_usage": None}, {}),  # like newer versions of llama.cpp
             ):
                 beat["runtime_info"] = {"server_load": told}
                 await site.post("/engine_heartbeat", beat, headers=inside)
@@ -296,7 +296,8 @@ async def test_finished_runs_have_the_visitors_of_live_sessions() -> None:
 
 
 def write_keys(path: Path, **histories: bool) -> None:
-    """A keys file whose keys are `key ID`, by the histories of the tenants."""
+    """Write a keys file. The key of a tenant is `key ID`; the arguments are the tenants'
+    histories."""
     keys = [
         {"id": name, "sha256": hashlib.sha256(f"key {name}".encode()).hexdigest(), "history": on}
         for name, on in histories.items()
@@ -336,7 +337,7 @@ async def test_the_page_runs_calls_in_a_session_of_its_visitor() -> None:
         assert (await site.get("/v1/semantic_var", **scope))["vars"][0]["var_id"] == var_id
 
 
-async def test_cookies_and_files_are_for_this_page_alone() -> None:
+async def test_cookies_and_files_are_restricted_to_this_page() -> None:
     async with served() as site:
         async with site.http.post("/ui/api/enter", json={"key": KEY}) as response:
             cookie = response.headers["set-cookie"].lower()
@@ -365,7 +366,7 @@ async def test_a_session_that_ends_ends_its_feed_with_the_reason() -> None:
             assert watch.events == ["changes", "error"]
 
 
-async def test_without_secrets_nobody_is_asked_and_a_page_can_be_left_out() -> None:
+async def test_without_secrets_no_key_is_needed_and_the_page_can_be_disabled() -> None:
     async for site in open_site(CoreConfig(insecure=True)):
         assert (await site.get("/ui/api/me"))["tenant"] is None
     async for site in open_site(CoreConfig(page=False)):
@@ -391,7 +392,7 @@ def refused(visitors: Visitors, cookie: str) -> bool:
     return False
 
 
-def test_no_visitor_shuts_out_another_by_coming_and_going_often() -> None:
+def test_frequent_sign_ins_do_not_sign_out_other_visitors() -> None:
     visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
     cookie, stays = visitors.enter(KEY), visitors.enter("k1")
     left = [visitors.enter("k1") for _ in range(200)]
@@ -399,7 +400,7 @@ def test_no_visitor_shuts_out_another_by_coming_and_going_often() -> None:
         visitors.leave(one)
     assert visitors.of(cookie).tenant is None
     assert all(refused(visitors, one) for one in left)
-    assert refused(visitors, stays)  # It is as old as the sign-outs that were dropped.
+    assert refused(visitors, stays)  # As old as dropped sign-outs, so it is rejected, too.
 
 
 def test_a_sign_in_survives_a_restart_with_the_same_token_and_key() -> None:
@@ -419,7 +420,7 @@ def test_a_sign_in_survives_a_restart_with_the_same_token_and_key() -> None:
     assert refused(other, mine)
 
 
-def test_a_changed_cookie_is_no_sign_in() -> None:
+def test_a_modified_cookie_is_rejected() -> None:
     visitors = Visitors(TOKEN, TenantTable(CoreConfig(api_keys=("k1",))), ManualClock())
     page, mine = visitors.enter(KEY), visitors.enter("k1")
     end, nonce, key_id, signature = mine.split(".")
@@ -442,7 +443,7 @@ def test_a_changed_cookie_is_no_sign_in() -> None:
     assert [one for one in forged if not refused(visitors, one)] == []
 
 
-async def test_engines_are_drained_by_the_operator_alone() -> None:
+async def test_only_the_operator_can_drain_engines() -> None:
     async with served(api_keys=("k1",)) as site:
         await site.join()
         path = "/ui/api/engines/0/drain"

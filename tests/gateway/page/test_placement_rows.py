@@ -7,7 +7,7 @@ from tests.serve.execution.test_result_cache import World
 OPERATOR = Visitor(tenant=None, sees_values=True)
 
 
-async def test_decisions_name_what_was_compared_and_prefixes_where_they_are() -> None:
+async def test_decisions_name_the_compared_engines_and_prefixes_their_engine() -> None:
     world = World(graph_group=False, ctx_group=False)
     for name in ("e0", "e1"):
         await world.join(name)

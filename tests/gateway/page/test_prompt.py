@@ -1,4 +1,4 @@
-"""The prompt of a call over HTTP: its text is what the engine received, cut where its KV ended."""
+"""The prompt of a call over HTTP: the text that the engine received, split where cached KV ends."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ class Program:
     async def call(
         self, template: str, *parameters: dict[str, Any], **fields: Any
     ) -> tuple[int, dict[str, str]]:
-        """Returns the request's id, and the variables by name."""
+        """Submit a call, and return its request id and its variables by name."""
         body = self.scope | {"template": template, "parameters": parameters} | fields
         answer = await self.site.post("/v1/semantic_call", body)
         variables = {info["var_name"]: info["var_id"] for info in answer["param_info"]}
@@ -70,7 +70,7 @@ def texts(answer: dict[str, Any], *, cached: bool | None = None) -> str:
 
 
 async def kept(site: Site) -> None:
-    """Wait until no session is live or ends."""
+    """Wait until no session is open or ending."""
     async with asyncio.timeout(20):
         while len(site.core.sessions) or site.core.sessions._ending:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -166,7 +166,7 @@ async def test_a_chat_shows_the_markup_that_the_model_received(is_over: bool) ->
         assert {part["role"] for part in answer["prompt"]} == {"system", "user"}
 
 
-async def test_the_system_message_of_a_chat_template_is_none_of_the_user() -> None:
+async def test_the_default_system_message_is_not_shown_as_the_user_s() -> None:
     default = "<|im_start|>system\nHelp the user.<|im_end|>\n"
     engine = fake_engine("e0", model=MODEL, chat_template=default + CHATML)
     async with opened(engine) as site:
@@ -189,7 +189,7 @@ async def test_the_system_message_of_a_chat_template_is_none_of_the_user() -> No
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-async def test_requests_of_a_client_have_its_messages_and_what_they_left(is_over: bool) -> None:
+async def test_requests_of_a_client_have_its_messages_and_outputs(is_over: bool) -> None:
     async with opened() as site:
         site.engine.script = Script(text=lambda text: "A kea sings loudly.")
         first = [{"role": "user", "content": "Which bird sings?"}]

@@ -39,7 +39,7 @@ async def configured(config: CoreConfig) -> World:
     return world
 
 
-async def test_a_run_says_what_it_asked_last_and_why_it_failed() -> None:
+async def test_a_run_shows_its_last_request_and_the_cause_of_its_failure() -> None:
     world = World()
     engine = await world.join()
     program = world.program()
@@ -68,7 +68,7 @@ async def test_a_run_says_what_it_asked_last_and_why_it_failed() -> None:
     await world.core.close()
 
 
-async def test_a_stopped_call_is_no_error_of_its_run() -> None:
+async def test_a_stopped_call_does_not_fail_its_run() -> None:
     world = World()
     program = world.program()
     output = program.call("one")

@@ -12,7 +12,7 @@ from tests.support.fake_engine import Script
 OPERATOR = Visitor(tenant=None, sees_values=False)
 
 
-async def test_a_step_has_what_ended_in_it_and_what_runs_at_its_end() -> None:
+async def test_a_step_counts_finished_calls_and_those_running_at_its_end() -> None:
     world = World(tasks=1)
     engine = await world.join()
     series = RecentSeries(world.core, epoch=1000.0)

@@ -25,7 +25,7 @@ class Follower:
         self.rows: dict[str, Any] = {}
 
     def follow(self, topic: Topic) -> bool:
-        """Returns whether there was something new."""
+        """Apply the next changes. Returns whether there were any."""
         changes = topic.since(self.version)
         if changes is None:
             return False
@@ -45,7 +45,7 @@ def rows_of(view: dict[str, int]) -> dict[str, dict[str, int]]:
 
 
 @given(views=VIEWS, data=st.data())
-def test_followers_have_the_view_whenever_they_looked(
+def test_followers_have_the_current_view_regardless_of_gaps(
     views: list[dict[str, int]], data: st.DataObject
 ) -> None:
     current: dict[str, int] = {}
@@ -66,7 +66,7 @@ def test_followers_have_the_view_whenever_they_looked(
         assert follower.rows == rows_of(current)
 
 
-def test_a_follower_who_missed_more_than_is_remembered_gets_everything(
+def test_a_follower_that_missed_too_much_gets_the_whole_view(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setattr(topics, "_MAX_REMOVED", 2)
@@ -85,7 +85,7 @@ def test_a_follower_who_missed_more_than_is_remembered_gets_everything(
     assert late.rows == rows_of({"e": 1, "f": 1})
 
 
-def test_versions_of_others_and_of_the_future_are_void() -> None:
+def test_foreign_and_future_versions_are_invalid() -> None:
     topic, other = Topic(lambda: {"a": {}}), Topic(lambda: {"b": {}})
     topic.update()
     other.update()

@@ -39,7 +39,7 @@ class Site:
     async def stream(
         self, path: str, body: Any, method: str = "POST"
     ) -> list[tuple[str | None, str]]:
-        """The name and data of each event."""
+        """Return the name and data of each event of a stream."""
         events: list[tuple[str | None, str]] = []
         async with self.http.request(method, path, json=body) as response:
             assert response.status == 200, await response.text()
@@ -52,7 +52,7 @@ class Site:
 
 
 def payloads(events: list[tuple[str | None, str]]) -> list[Any]:
-    """The JSON of events that have no names and end with `[DONE]`."""
+    """Return the JSON of the events of a stream that ends with `[DONE]`."""
     assert events[-1] == (None, "[DONE]")
     assert {name for name, _ in events} == {None}
     return [json.loads(data) for _, data in events[:-1]]

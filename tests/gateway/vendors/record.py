@@ -1,9 +1,9 @@
-"""Record what vendors' clients send: python -m tests.gateway.vendors.record VENVS [CLIENT...]
+"""Record the requests of vendors' clients: python -m tests.gateway.vendors.record VENVS [CLIENT...]
 
-`VENVS` is a folder with a virtual environment for each client of `SCRIPTS` and `HARNESSES`, and
-with `npm`, where the agents of `AGENTS` are installed. Each client runs against a ServeCore whose
-engine answers by a script. What it sent is written to `transcripts/CLIENT.json`, with its version
-and what passed; `test_transcripts.py` replays it. With `--url URL --model MODEL --key KEY` the
+`VENVS` is a folder with a virtual environment for each client of `SCRIPTS` and `HARNESSES`, and a
+folder `npm` with the agents of `AGENTS`. Each client runs against a ServeCore with scripted
+answers. Its requests are written to `transcripts/CLIENT.json`, with its version and the features
+that worked. `test_transcripts.py` replays them. With `--url URL --model MODEL --key KEY`, the
 scripts run against another server, and nothing is written."""
 
 import argparse
@@ -23,14 +23,14 @@ from tests.support.app_server import serve_app
 
 HERE = Path(__file__).parent
 AGENT_MAX_TEXT = 10**8
-TURNS = {  # an agent's questions, and a text that each answer must contain
+TURNS = {  # Questions for agents, and a text that each answer must contain.
     "chat": ("What is the capital of France?", "Paris"),
     "tools": ("Run the command: echo hi", "The tool said: "),
 }
 
 
 class Script(NamedTuple):
-    """A script in `clients`, and the environment that it runs in."""
+    """A script in `clients`, and its virtual environment."""
 
     venv: str
     name: str
@@ -43,7 +43,7 @@ class Agent(NamedTuple):
     package: str
     command: list[str]
     env: dict[str, str]
-    files: dict[str, Any] = {}  # noqa: RUF012 - it is never changed
+    files: dict[str, Any] = {}  # noqa: RUF012 - never modified
 
 
 SCRIPTS = {
@@ -111,7 +111,7 @@ AGENTS = {
 
 
 async def run_script(script: Script, venvs: Path, url: str, model: str, key: str) -> Json:
-    """The versions and features that the client's script tells."""
+    """Run the client's script, and return the versions and features that it prints."""
     path = str(HERE / "clients" / script.name)
     told = await _output([_bin(venvs, script.venv, "python"), path, url, model, key], {}, Path())
     features: Json = json.loads(told.splitlines()[-1])
@@ -191,7 +191,7 @@ async def record(name: str, venvs: Path) -> Json:
 
 
 def write(name: str, told: Json) -> None:
-    """One request per line."""
+    """Write a transcript with one request per line."""
     lines = [json.dumps(request, ensure_ascii=False) for request in told.pop("requests")]
     head = json.dumps(told, ensure_ascii=False, indent=1).removesuffix("\n}")
     text = head + ',\n "requests": [\n' + ",\n".join(lines) + "\n ]\n}\n"

@@ -1,6 +1,6 @@
-"""A ServeCore with scripted answers, for recording and replaying vendors' clients.
+"""A ServeCore with scripted answers, to record and replay vendors' clients.
 
-The engine's answers depend on the end of the prompt alone, so a replay gets what was recorded."""
+The answers depend on the end of the prompt only, so a replay gets the recorded answers."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from tests.support.fake_engine import FakeEngine, Script, fake_engine
 MODEL = "tiny"
 KEY = "right-key"
 MAX_TEXT = 100_000
-_SHELLS = {  # the tools by which agents run commands
+_SHELLS = {  # the tools with which agents run commands
     "run_shell_command": {"command": "echo hi", "description": "Says hi", "is_background": False},
     "Bash": {"command": "echo hi", "description": "Says hi"},
     "bash": {"command": "echo hi", "description": "Says hi"},
@@ -31,7 +31,7 @@ _CALL = '<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_cal
 
 
 class ScriptedEngine(FakeEngine):
-    """`hung`: whether a request hangs, or did."""
+    """An engine with scripted answers. The event `hung` is set when the first request hangs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,7 +54,7 @@ class ScriptedEngine(FakeEngine):
 
 
 def answer(prompt: str) -> str:
-    """The answer of a model that knows little: of Paris, and how to ask a tool for its weather."""
+    """Return a scripted answer about Paris, or a tool call if the prompt asks for the weather."""
     asked = prompt.split("<|im_start|>user\n")[-1]
     if "<tool_response>" in asked:
         return "The tool said: " + asked.split("\n")[1][:60]
@@ -77,11 +77,11 @@ def answer(prompt: str) -> str:
 async def scripted_core(
     max_text: int = MAX_TEXT,
 ) -> AsyncIterator[tuple[ServeCore, ScriptedEngine]]:
-    """`max_text`: bytes of a prompt, beyond which it gets 429."""
+    """Run a ServeCore with a scripted engine. Prompts above `max_text` bytes get status 429."""
     config = CoreConfig(
         api_keys=(KEY,),
         cluster_token="token",
-        engine_heartbeat_timeout=3600,  # this engine sends none, and some clients start slowly
+        engine_heartbeat_timeout=3600,  # this engine sends no heartbeats
         session_quota=SessionQuota(text_bytes=max_text),
     )
     made = fake_engine(

@@ -1,4 +1,4 @@
-"""Programs that chain calls by OpenAI's format, and no text goes through them in between."""
+"""Programs chain calls in OpenAI's format without reading the texts in between."""
 
 import asyncio
 import json
@@ -52,12 +52,12 @@ async def deferred(site: Site, content: str, **parrot: Any) -> str:
 
 
 def in_brackets(prompt: str) -> str:
-    """The user's last message."""
+    """Return the last user message in brackets."""
     return f"[{re.split('<.im_end.>', prompt.rpartition(USER)[2])[0]}]"
 
 
 @pytest.mark.parametrize("is_own", [False, True])
-async def test_a_map_reduce_without_text_in_between(site: Site, is_own: bool) -> None:
+async def test_a_map_reduce_without_intermediate_reads(site: Site, is_own: bool) -> None:
     site.engine.script = Script(text=in_brackets)
     scope = {} if is_own else await begin(site)
     headers = {"x-parrot-program": "mine"} if is_own else {}
@@ -131,7 +131,7 @@ RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
 
 def other(path: str, content: str, **parrot: Any) -> dict[str, Any]:
-    """The same as `chat`, in the format of another path."""
+    """Send the same request as `chat` in the format of another path."""
     if path == RESPONSES:
         return {"model": MODEL, "input": content, "parrot": parrot}
     return chat(content, **parrot) | {"max_tokens": 50}
@@ -145,7 +145,7 @@ def text_of(answer: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
 @pytest.mark.parametrize("is_own", [False, True])
-async def test_responses_and_messages_chain_as_well(site: Site, path: str, is_own: bool) -> None:
+async def test_responses_and_messages_can_be_chained(site: Site, path: str, is_own: bool) -> None:
     site.engine.script = Script(text=in_brackets)
     scope = {} if is_own else await begin(site)
     headers = {"x-parrot-program": "mine"} if is_own else {}
@@ -166,7 +166,7 @@ async def test_responses_and_messages_chain_as_well(site: Site, path: str, is_ow
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
-async def test_a_streamed_answer_sets_a_variable_there_too(site: Site, path: str) -> None:
+async def test_a_streamed_answer_of_other_formats_sets_a_variable(site: Site, path: str) -> None:
     site.engine.script = Script(text=lambda prompt: "Paris.")
     scope = await begin(site)
     target = await variable(site, scope)
@@ -187,7 +187,7 @@ async def test_a_streamed_answer_sets_a_variable_there_too(site: Site, path: str
         ({"other": 1}, {}, "other"),
     ],
 )
-async def test_bad_fields_are_refused_there_too(
+async def test_other_formats_reject_invalid_fields(
     site: Site, path: str, parrot: Any, more: Any, word: str
 ) -> None:
     scope = await begin(site)
@@ -197,7 +197,7 @@ async def test_bad_fields_are_refused_there_too(
 
 
 async def test_a_response_with_variables(site: Site) -> None:
-    """It is kept, but its items have names where the model saw values."""
+    """The response is stored. Its items contain variable names instead of values."""
     scope = await begin(site)
     given = await variable(site, scope, "a value")
     body = other(RESPONSES, "Say {{x}}", inputs={"x": given}, **scope)
@@ -313,7 +313,7 @@ class TestWhenItRuns:
             site.post(CHAT, chat("x", criteria="throughput", deadline=60.0))
         )
         async with asyncio.timeout(5):
-            while not site.engine.requests:  # noqa: ASYNC110 - a fake's state
+            while not site.engine.requests:  # noqa: ASYNC110 - the state of a fake
                 await asyncio.sleep(0.005)
         (session,) = site.core.sessions
         (call,) = session.graph.calls.values()
@@ -325,7 +325,7 @@ class TestWhenItRuns:
         await asyncio.gather(asking, return_exceptions=True)
         await site.engine.all_aborted()
 
-    async def test_a_client_that_leaves_takes_only_its_read_along(self, site: Site) -> None:
+    async def test_a_client_that_disconnects_cancels_only_its_read(self, site: Site) -> None:
         site.engine.script = Script(hang_after=0)
         scope = await begin(site)
         target = await variable(site, scope)
@@ -379,7 +379,7 @@ class TestWhatIsRefused:
             pass
         assert (await site.send(CHAT, chat("x", **mine)))[0] == 410
 
-    async def test_outputs_that_cannot_be(self, site: Site) -> None:
+    async def test_invalid_outputs(self, site: Site) -> None:
         scope = await begin(site)
         target = await variable(site, scope)
         circle = chat("{{x}}", inputs={"x": target}, output=target, defer=True, **scope)

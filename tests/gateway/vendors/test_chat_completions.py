@@ -1,4 +1,4 @@
-"""OpenAI's chat completions over one graph."""
+"""OpenAI's chat completions."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ async def test_a_resent_history_continues_the_turn_that_it_ends_with(site: Site)
     assert site.engine.prompts[2] == f"{once}{more}Hi!{more}"
 
 
-async def test_a_history_that_was_changed_shares_what_did_not_change(site: Site) -> None:
+async def test_a_changed_history_shares_its_unchanged_prefix(site: Site) -> None:
     site.engine.script = Script(text=lambda prompt: "Hi!")
     await site.post(PATH, body(user("Hello")))
     said = {"role": "assistant", "content": "Something else"}
@@ -160,7 +160,7 @@ async def test_fields_of_sampling(site: Site) -> None:
         ({"guided_grammar": "start: A"}, "grammar", "start: A"),
     ],
 )
-async def test_constraints_by_all_their_names(
+async def test_all_field_names_of_constraints(
     site: Site, fields: dict[str, Any], name: str, value: Any
 ) -> None:
     await site.post(PATH, body(user("Hi")) | fields)
@@ -207,7 +207,7 @@ async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_an_error_that_comes_late_is_the_streams_last_event(
+async def test_a_late_error_is_the_last_event_of_the_stream(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "_REFUSAL_S", 0.0)
@@ -222,11 +222,11 @@ async def test_an_error_that_comes_late_is_the_streams_last_event(
     }
 
 
-async def test_fields_of_a_query_mean_nothing_here(site: Site) -> None:
+async def test_query_parameters_are_ignored(site: Site) -> None:
     await site.post(f"{PATH}?beta=true", body(user("Hi")))
 
 
-async def test_a_client_that_goes_away_stops_the_work(site: Site) -> None:
+async def test_a_client_that_disconnects_stops_the_work(site: Site) -> None:
     site.engine.script = Script(hang_after=0)
     for stream in (False, True):
         await site.engine.left_by(
@@ -257,7 +257,7 @@ class TestWithKeys:
         assert second.fills[0].parent_context_id == NO_PARENT
         assert first.cache_salt != second.cache_salt
 
-    async def test_idle_programs_make_room_for_others(self, site: Site) -> None:
+    async def test_idle_programs_are_evicted(self, site: Site) -> None:
         for i in range(5):
             await site.post(PATH, body(user(str(i))), headers={"x-api-key": "one"})
         assert len({request.session_id for request in site.engine.requests}) == 5
@@ -333,7 +333,7 @@ class TestTools:
             ),
         ],
     )
-    async def test_calls_that_must_be_made_or_be_right_are_constrained(
+    async def test_required_and_strict_calls_are_constrained(
         self, site: Site, fields: dict[str, Any], rule: str
     ) -> None:
         await site.post(PATH, body(user("Hi")) | {"tools": [self.TOOL]} | fields)
@@ -343,7 +343,7 @@ class TestTools:
         assert sampling.grammar.splitlines()[0] == rule
         assert "strict" not in site.engine.prompts[0]
 
-    async def test_calls_that_may_be_made_are_free(self, site: Site) -> None:
+    async def test_optional_calls_are_not_constrained(self, site: Site) -> None:
         await site.post(PATH, body(user("Hi"), tools=[self.TOOL], tool_choice="auto"))
         assert site.engine.requests[0].sampling_config.constraint is None
 
@@ -388,12 +388,13 @@ class TestPrefix:
         told = await self.told(site, body(*changed))
         assert told.startswith("broken; reason=date; message=0; at=")
         sessions = {request.session_id for request in site.engine.requests}
-        assert len(sessions) == 1  # it is the same program still
+        assert len(sessions) == 1  # still the same program
         async with site.http.get("/metrics") as response:
             assert 'parrot_prefix_breaks_total{reason="date"} 1.0' in await response.text()
 
     async def test_a_long_conversation(self, site: Site) -> None:
-        """It is rendered in a thread, also two at once, and continues its last turn."""
+        """A long conversation is rendered in a thread, and continues its last turn. Two can be
+        rendered at the same time."""
         rounds = [[user(f"{i}"), {"role": "assistant", "content": "Yes."}] for i in range(60)]
         first = [message for pair in rounds for message in pair] + [user("Hi")]
         others = [user("Other"), *first[1:]]
@@ -415,8 +416,10 @@ class TestPrefix:
     @pytest.mark.parametrize(
         ("num_kept", "told"), [(990, "continued; reused="), (800, "broken; reason=history_changed")]
     )
-    async def test_a_small_loss_is_no_break(self, site: Site, num_kept: int, told: str) -> None:
-        """The prompts share more than nine tenths of the earlier one, or less."""
+    async def test_a_small_difference_is_not_reported(
+        self, site: Site, num_kept: int, told: str
+    ) -> None:
+        """A break is reported if the prompts share less than 90% of the earlier prompt."""
         for text in ("x" * 1000, "x" * num_kept + "y" * 60):
             found = await self.told(site, body(user(text), prompt_cache_key="p"))
         assert found.startswith(told)
@@ -424,6 +427,6 @@ class TestPrefix:
             at = site.engine.prompts[1].index("xy") + 1
             assert found == f"continued; reused={at}; of={len(site.engine.prompts[1])}"
 
-    async def test_what_differs_with_each_request_stays(self, site: Site) -> None:
+    async def test_the_varying_part_of_the_prompt_is_kept(self, site: Site) -> None:
         await site.post(PATH, body(self.system("x-anthropic-billing-header: a\nB"), user("Hi")))
         assert "billing" in site.engine.prompts[0]

@@ -100,16 +100,16 @@ def ids_of(text: str) -> list[int]:
 
 
 def filled(site: Site) -> list[list[int]]:
-    """The tokens of each request's context before anything was generated."""
+    """Return the prompt tokens of each request's context."""
     return [
         [i for piece in request.fills for i in piece.token_ids or ()]
         for request in site.engine.requests
     ]
 
 
-async def test_a_prompt_of_tokens_is_what_the_engine_gets(site: Site) -> None:
-    """Though the text that they stand for has others: here a character in two parts, a special
-    token, and a part of a character."""
+async def test_the_engine_gets_the_tokens_of_a_prompt_unchanged(site: Site) -> None:
+    """Tokenizing their text would give other tokens: the prompt has a character in two tokens, a
+    special token, and a part of a character."""
     ids = [*ids_of("a<|im_start|>b"), ids_of("é")[0]]
     answer = await site.post(PATH, body(ids, logprobs=0))
     assert filled(site) == [ids]
@@ -129,7 +129,7 @@ async def test_many_prompts_of_tokens(site: Site) -> None:
     assert [choice["text"] for choice in answer["choices"]] == ["abAB", "cdeCDE"]
 
 
-async def test_tokens_of_a_text_share_what_the_text_has(site: Site) -> None:
+async def test_tokens_share_the_prefix_of_the_same_text(site: Site) -> None:
     text = "a text that is longer than a block or two"
     await site.post(PATH, body(text))
     for prompt in (ids_of(text), text):
@@ -137,8 +137,8 @@ async def test_tokens_of_a_text_share_what_the_text_has(site: Site) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] == len(ids_of(text)) - 1
 
 
-async def test_tokens_that_look_like_another_text_share_nothing_with_it() -> None:
-    """A model that wants a BOS token gets none that the program did not give."""
+async def test_tokens_do_not_share_the_prefix_of_a_different_text() -> None:
+    """For token prompts, no BOS token is added."""
     engine = fake_engine("e0", model=MODEL, add_bos=True)
     async with serve(CoreConfig(), engine) as site:
         text = "abcabcabc"
@@ -153,14 +153,14 @@ async def test_tokens_that_look_like_another_text_share_nothing_with_it() -> Non
         assert shared["usage"]["prompt_tokens_details"]["cached_tokens"] == len(ids)
 
 
-async def test_engines_of_text_take_no_tokens() -> None:
+async def test_engines_of_text_reject_tokens() -> None:
     async with serve(CoreConfig(), fake_engine("e0", model=MODEL, text=True)) as site:
         status, answer = await site.send(PATH, body([1, 2]))
         assert (status, answer["error"]["param"]) == (400, "prompt")
 
 
 async def test_the_best_of_many(site: Site) -> None:
-    """A byte's log probability is minus an eighth of its remainder by 8, in this engine."""
+    """In this engine, the log probability of a byte is -(byte % 8) / 8."""
     texts = ["g", "ah", "h", "", "bb", "hhhc"]
     site.engine.scripts = [Script(text=lambda _, t=text: t) for text in texts]
     answer = await site.post(PATH, body("x", n=3, best_of=6))
@@ -181,7 +181,7 @@ async def test_the_best_of_each_prompt_with_its_numbers(site: Site) -> None:
     assert {r.sampling_config.seed for r in site.engine.requests} == {5, 6}
 
 
-async def test_best_of_as_many_as_are_wanted_is_streamed(site: Site) -> None:
+async def test_a_stream_with_best_of_equal_to_n(site: Site) -> None:
     chunks = payloads(await site.stream(PATH, body("x", n=2, best_of=2, stream=True)))
     assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1}
     assert site.engine.requests[0].sampling_config.logprobs is None

@@ -1,4 +1,4 @@
-"""Answers in vendors' formats are as the OpenAPI page describes them."""
+"""Answers in vendors' formats match the OpenAPI page."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def described(site: Site, path: str) -> Draft202012Validator:
         ("/detokenize", {"model": MODEL, "tokens": [65, 66]}),
     ],
 )
-async def test_answers_are_as_described(site: Site, path: str, body: dict[str, Any]) -> None:
+async def test_answers_match_their_description(site: Site, path: str, body: dict[str, Any]) -> None:
     validator = described(site, path)
     validator.validate(await site.post(path, body))
     assert not validator.is_valid({})

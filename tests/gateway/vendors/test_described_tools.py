@@ -1,4 +1,4 @@
-"""Tools on a model whose chat template has no tool format: it is told of them in words."""
+"""Tools with a model whose chat template has no tool format. A system message describes them."""
 
 import json
 from collections.abc import AsyncIterator
@@ -143,7 +143,7 @@ async def test_responses(site: Site) -> None:
         ({"structured_outputs": {"regex": "a+"}}, ""),
     ],
 )
-async def test_what_an_answer_may_be(site: Site, fields: dict[str, Any], rule: str) -> None:
+async def test_allowed_answers(site: Site, fields: dict[str, Any], rule: str) -> None:
     await site.post(CHAT, chat(user("Hi"), **fields))
     assert first_rule(site) == rule
 
@@ -160,7 +160,7 @@ async def test_a_history_of_calls_without_tools(site: Site) -> None:
     )
 
 
-async def test_more_tools_than_a_grammar_has_room_for() -> None:
+async def test_more_tools_than_a_grammar_supports() -> None:
     """The names of calls are enforced, and their arguments are objects."""
     size = 500_000
     engine = fake_engine("e0", model=MODEL, max_seq_len=size, tokens_capacity=size)

@@ -1,4 +1,5 @@
-"""Completions that begin with their prompt, with log probabilities: how harnesses score texts."""
+"""Completions that include their prompt with log probabilities. Harnesses use them to score
+texts."""
 
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.support.fake_engine import Script, fake_engine
 
 
 def rows(text: str, num_top: int, offset: int = 0) -> dict[str, list[Any]]:
-    """Log probabilities in the answer, for tokens of one byte."""
+    """Return the log probabilities in the answer, for tokens of one byte."""
     likely = [{chr(ord(c) + i): logprob(ord(c) + i) for i in range(max(1, num_top))} for c in text]
     return {
         "tokens": list(text),
@@ -38,7 +39,7 @@ def joined(*parts: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("num_top", [0, 1, 3])
 @pytest.mark.parametrize("is_text", [True, False])
-async def test_nothing_but_the_prompt(site: Site, is_text: bool, num_top: int) -> None:
+async def test_only_the_prompt(site: Site, is_text: bool, num_top: int) -> None:
     texts = ["abcab", "x"]
     prompts = texts if is_text else [ids_of(text) for text in texts]
     asked = body(prompts, echo=True, logprobs=num_top, max_tokens=0, temperature=0)
@@ -55,7 +56,7 @@ async def test_nothing_but_the_prompt(site: Site, is_text: bool, num_top: int) -
     assert [chunk["choices"][0] for chunk in chunks] == answer["choices"]
 
 
-async def test_a_prompt_is_read_though_no_numbers_are_wanted(site: Site) -> None:
+async def test_a_prompt_without_log_probabilities(site: Site) -> None:
     answer = await site.post(PATH, body("abc", echo=True, max_tokens=0, n=2))
     want = {"text": "abc", "logprobs": None, "finish_reason": "length"}
     assert answer["choices"] == [want | {"index": 0}, want | {"index": 1}]
@@ -63,7 +64,7 @@ async def test_a_prompt_is_read_though_no_numbers_are_wanted(site: Site) -> None
 
 
 @pytest.mark.parametrize("is_text", [True, False])
-async def test_a_prompt_and_what_comes_behind_it(site: Site, is_text: bool) -> None:
+async def test_a_prompt_and_its_continuation(site: Site, is_text: bool) -> None:
     """This holds for each choice, also in a stream, where the first delta includes the prompt. The
     end token has log probabilities as well, because harnesses count tokens."""
     site.engine.script = Script(text=lambda prompt: prompt.upper())
@@ -122,7 +123,7 @@ async def test_a_bos_token_is_the_first() -> None:
             assert found["text_offset"] == [0, 0, 1, 1, 2]
 
 
-async def test_engines_of_text_tell_their_own_tokens() -> None:
+async def test_engines_of_text_report_their_own_tokens() -> None:
     async with serve(CoreConfig(), fake_engine("e0", model=MODEL, text=True)) as site:
         asked = body("abc", echo=True, logprobs=1, max_tokens=0)
         answer = await site.post(PATH, asked)
@@ -147,13 +148,13 @@ async def test_engines_of_text_tell_their_own_tokens() -> None:
         ({"echo": True, "logprobs": 1, "best_of": 2, "stream": True}, "best_of"),
     ],
 )
-async def test_what_is_refused_is_named(site: Site, fields: dict[str, Any], param: str) -> None:
+async def test_unsupported_fields_are_named(site: Site, fields: dict[str, Any], param: str) -> None:
     status, answer = await site.send(PATH, body("Hi") | fields)
     assert (status, answer["error"]["param"]) == (400, param), answer
     assert not site.engine.scored
 
 
-async def test_an_answer_is_not_larger_than_is_sensible(
+async def test_the_size_of_an_answer_is_limited(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(completions, "_MAX_SCORED", 100)

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, by OpenAI's rules."""
+"""`POST /v1/embeddings` in OpenAI's format."""
 
 import asyncio
 from base64 import b64decode
@@ -44,7 +44,7 @@ def body(given: Any, **fields: Any) -> dict[str, Any]:
     ],
 )
 async def test_all_forms_of_inputs(site: Site, given: Any, inputs: list[Any]) -> None:
-    """Texts are tokenized on the way."""
+    """Texts are tokenized by ServeCore."""
     answer = await site.post(PATH, body(given, user="me"))
     count = sum(map(len, inputs))
     assert answer.pop("usage") == {"prompt_tokens": count, "total_tokens": count}
@@ -57,7 +57,7 @@ async def test_all_forms_of_inputs(site: Site, given: Any, inputs: list[Any]) ->
     assert asked == [site.engine._encode(i) if isinstance(i, str) else i for i in inputs]
 
 
-async def test_base64_is_of_little_endian_floats(site: Site) -> None:
+async def test_base64_encodes_little_endian_floats(site: Site) -> None:
     answer = await site.post(PATH, body(["abc", "d"], encoding_format="base64"))
     raw = [b64decode(item["embedding"]) for item in answer["data"]]
     assert [unpack("<3f", one) for one in raw] == [(3.0, 0.5, -1.0), (1.0, 0.5, -1.0)]
@@ -88,7 +88,7 @@ async def test_many_inputs_are_several_requests_to_engines(site: Site) -> None:
         ({"input": "a", "foo": 1}, "foo", ""),
     ],
 )
-async def test_what_is_refused(site: Site, fields: Any, param: str, words: str) -> None:
+async def test_invalid_requests(site: Site, fields: Any, param: str, words: str) -> None:
     status, answer = await site.send(PATH, {"model": MODEL, **fields})
     error = answer["error"]
     assert (status, error["type"]) == (400, "invalid_request_error"), error
@@ -114,7 +114,7 @@ async def test_a_model_without_embeddings(site: Site) -> None:
     assert len(site.engine.embedded) == 1
 
 
-async def test_a_client_that_leaves(site: Site) -> None:
+async def test_a_client_that_disconnects(site: Site) -> None:
     site.engine.script = Script(hang_after=0)
     asking = asyncio.create_task(site.send(PATH, body("a")))
     await until(lambda: bool(site.engine.embedded))
@@ -124,7 +124,7 @@ async def test_a_client_that_leaves(site: Site) -> None:
 
 async def until(condition: Any) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - nothing tells of it
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -160,7 +160,8 @@ async def test_other_names_of_models() -> None:
 
 
 async def test_another_engine_takes_over() -> None:
-    """Of one that is lost, one that has no room, and one that fails; some day it is enough."""
+    """The first engine is lost, has no free blocks, or fails. After too many failures, the request
+    fails."""
     engines = [fake_engine(f"e{i}", model=MODEL) for i in range(2)]
     clients = {engine.info.engine_name: engine for engine in engines}
     config, clock = CoreConfig(), MonotonicClock()

@@ -40,7 +40,7 @@ async def events(site: Site, key: str, **fields: Any) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_a_response_is_made_once(site: Site) -> None:
+async def test_a_response_is_computed_once(site: Site) -> None:
     first = await site.post(PATH, body(), headers=keyed("k"))
     assert await site.post(PATH, body(), headers=keyed("k")) == first
     assert len(site.engine.requests) == 1
@@ -52,14 +52,14 @@ async def test_a_response_is_made_once(site: Site) -> None:
     assert (status, answer["error"]["param"]) == (409, "Idempotency-Key")
     for others in (keyed("l"), keyed("k", "two"), {"Authorization": "Bearer one"}):
         assert (await site.post(PATH, body(), headers=others))["id"] != first["id"]
-    forgotten = body(store=False)  # nothing is kept that could be told again
+    forgotten = body(store=False)  # nothing is stored that could be sent again
     ids = {(await site.post(PATH, forgotten, headers=keyed("m")))["id"] for _ in range(2)}
     assert len(ids) == 2
     status, answer = await site.send(PATH, body(), headers=keyed("x" * 257))
     assert (status, answer["error"]["param"]) == (400, "Idempotency-Key")
 
 
-async def test_a_stream_is_told_again_as_it_was(site: Site) -> None:
+async def test_a_stream_is_repeated_unchanged(site: Site) -> None:
     first = await events(site, "k")
     again = await events(site, "k")
     assert first[0]["response"]["id"] == again[0]["response"]["id"]
@@ -70,14 +70,14 @@ async def test_a_stream_is_told_again_as_it_was(site: Site) -> None:
     ]
 
 
-async def test_one_that_is_being_made_is_not_made_twice(site: Site) -> None:
+async def test_a_running_request_is_not_started_twice(site: Site) -> None:
     site.engine.script.hang_after = 1
     asking = asyncio.ensure_future(site.post(PATH, body(), headers=keyed("k")))
     while not site.engine.requests:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     status, answer = await site.send(PATH, body(), headers=keyed("k"))
     assert (status, answer["error"]["param"]) == (409, "Idempotency-Key")
-    asking.cancel()  # its client goes: the next one may have it made
+    asking.cancel()  # its client disconnects, so the next request runs again
     async with asyncio.timeout(20):
         await site.engine.all_aborted()
         site.engine.resume.set()
@@ -86,7 +86,7 @@ async def test_one_that_is_being_made_is_not_made_twice(site: Site) -> None:
     assert len(site.engine.requests) == 2
 
 
-async def test_one_in_the_background_is_the_same(site: Site) -> None:
+async def test_a_background_response_is_the_same(site: Site) -> None:
     site.engine.script.hang_after = 1
     given = body(background=True)
     first = await site.post(PATH, given, headers=keyed("k"))
@@ -110,7 +110,7 @@ async def test_a_key_is_known_after_a_restart() -> None:
         assert not site.engine.requests
 
 
-async def test_the_header_stands_for_the_field_of_a_call(site: Site) -> None:
+async def test_the_header_is_equivalent_to_the_field_of_a_call(site: Site) -> None:
     scope = await site.post("/v1/session", {}, headers={"Authorization": "Bearer one"})
     auth = keyed("k", scope["session_auth"])
     call = {

@@ -1,4 +1,4 @@
-"""Log probabilities of answers, as OpenAI's APIs show them."""
+"""Log probabilities of answers in OpenAI's formats."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ def chat(**fields: Any) -> dict[str, Any]:
 
 
 def logprob(byte: int) -> float:
-    """The engine's made-up number of a token, which here is a byte."""
+    """Return the fake engine's log probability of a token, which is a byte."""
     return -(byte % 8) / 8
 
 
@@ -46,7 +46,7 @@ def _plain(byte: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("asked", "num_top"), [({}, 0), ({"top_logprobs": 3}, 3)])
 @pytest.mark.parametrize("text", ["Good.", "Grüße €!"])
 async def test_a_chats_answer(site: Site, text: str, asked: dict[str, Any], num_top: int) -> None:
-    """Without the token that ends it. Bytes of a character that is not whole are no text."""
+    """The end token has no entry. Bytes of an incomplete character have no text."""
     want = [entry(byte, num_top) for byte in text.encode()]
     site.engine.script = says(text)
     answer = await site.post(CHAT, chat(**asked))
@@ -64,7 +64,7 @@ async def test_a_chats_answer(site: Site, text: str, asked: dict[str, Any], num_
     assert found == want
 
 
-async def test_nobody_who_asks_for_none_gets_some(site: Site) -> None:
+async def test_answers_have_no_log_probabilities_by_default(site: Site) -> None:
     (choice,) = (await site.post(CHAT, chat(logprobs=False)))["choices"]
     assert choice["logprobs"] is None
     assert site.engine.requests[0].sampling_config.logprobs is None
@@ -74,7 +74,7 @@ async def test_nobody_who_asks_for_none_gets_some(site: Site) -> None:
     assert status == 400
 
 
-async def test_tokens_of_a_call_are_those_of_the_answer(core_config: CoreConfig) -> None:
+async def test_tokens_of_a_call_are_included(core_config: CoreConfig) -> None:
     text = 'So. <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     engine = fake_engine("e0", model=MODEL, chat_template=HERMES, script=says(text, steps=9))
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -87,7 +87,7 @@ async def test_tokens_of_a_call_are_those_of_the_answer(core_config: CoreConfig)
     assert [e["bytes"][0] for e in entries] == list(text.encode())
 
 
-async def test_choices_have_their_own(site: Site) -> None:
+async def test_choices_have_their_own_log_probabilities(site: Site) -> None:
     site.engine.scripts = [says("ab"), says("xyz")]
     answer = await site.post(CHAT, chat(n=2))
     texts = ["".join(e["token"] for e in c["logprobs"]["content"]) for c in answer["choices"]]
@@ -95,8 +95,8 @@ async def test_choices_have_their_own(site: Site) -> None:
 
 
 @pytest.mark.parametrize("num_extra", [0, 1, 4])
-async def test_what_comes_behind_a_stop_string_is_not_shown(site: Site, num_extra: int) -> None:
-    """The engine's text ends before it, but its tokens do not."""
+async def test_tokens_of_a_stop_string_are_not_shown(site: Site, num_extra: int) -> None:
+    """The engine's text ends before the stop string, but its tokens include it."""
     extra = list(b"STOP"[:num_extra])
     site.engine.script = says("abc", stop_token=False, extra_ids=extra)
     for stream in (False, True):
@@ -112,7 +112,7 @@ async def test_what_comes_behind_a_stop_string_is_not_shown(site: Site, num_extr
 
 
 async def test_completions(site: Site) -> None:
-    """The token itself is always among the likely ones; offsets are characters."""
+    """The generated token is always among the top tokens. Offsets count characters."""
     text = "né€o"
     site.engine.script = says(text, finish_reason=FinishReason.LENGTH, stop_token=False)
     body = {"model": MODEL, "prompt": "x", "logprobs": 2}
@@ -140,7 +140,7 @@ async def test_completions(site: Site) -> None:
         assert joined == want[name]
 
 
-async def test_completions_with_only_the_tokens_themselves(site: Site) -> None:
+async def test_completions_without_top_tokens(site: Site) -> None:
     site.engine.script = says("ab")
     body = {"model": MODEL, "prompt": ["x", "y"], "n": 2, "logprobs": 0}
     for choice in (await site.post(COMPLETIONS, body))["choices"]:
@@ -152,7 +152,7 @@ async def test_completions_with_only_the_tokens_themselves(site: Site) -> None:
         }
 
 
-async def test_a_stream_that_goes_on_after_a_failure_misses_none(site: Site) -> None:
+async def test_a_stream_that_continues_after_a_failure_is_complete(site: Site) -> None:
     """The output of the first attempt counts, and the second attempt generates the rest."""
     site.engine.scripts = [says("abcdef")]
     site.engine.script = says("ef")
@@ -173,7 +173,7 @@ async def test_a_stream_that_goes_on_after_a_failure_misses_none(site: Site) -> 
 
 
 def failing(engine: FakeEngine, after: int) -> Callable[..., Any]:
-    """The engine's streams. The first one breaks after `num_chunks` chunks."""
+    """Make the engine's first stream break after `num_chunks` chunks."""
     stream, num_streams = engine.generate_stream, 0
 
     async def broken(request: Any) -> Any:
@@ -189,7 +189,7 @@ def failing(engine: FakeEngine, after: int) -> Callable[..., Any]:
     return broken
 
 
-async def test_an_identical_call_takes_them_with_the_result(site: Site) -> None:
+async def test_a_reused_result_includes_log_probabilities(site: Site) -> None:
     site.engine.script = says("abc")
     asked = chat(temperature=0, top_logprobs=1)
     first = await site.post(CHAT, asked)
@@ -226,7 +226,7 @@ async def test_a_response(site: Site) -> None:
     assert found[-1]["response"]["output"][0]["content"][0]["logprobs"] == want
 
 
-async def test_a_response_in_the_background_and_what_continues_it(site: Site) -> None:
+async def test_a_background_response_and_its_continuation(site: Site) -> None:
     site.engine.script = says("ab")
     made = await site.post(RESPONSES, response(background=True, stream=False, top_logprobs=0))
     async with site.http.get(f"{RESPONSES}/{made['id']}?stream=true") as followed:
@@ -242,7 +242,9 @@ async def test_a_response_in_the_background_and_what_continues_it(site: Site) ->
         assert listed.status == 200
 
 
-async def test_a_response_that_calls_has_those_of_its_text(core_config: CoreConfig) -> None:
+async def test_a_response_with_a_call_has_log_probabilities_of_its_text(
+    core_config: CoreConfig,
+) -> None:
     text = 'So. <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     engine = fake_engine("e0", model=MODEL, chat_template=HERMES, script=says(text, steps=30))
     tools = [{"type": "function", "name": "f", "parameters": {}}]
@@ -255,7 +257,7 @@ async def test_a_response_that_calls_has_those_of_its_text(core_config: CoreConf
     assert shown.strip() == "So."
 
 
-async def test_an_engine_of_text_says_what_its_tokens_are(core_config: CoreConfig) -> None:
+async def test_an_engine_of_text_reports_its_tokens(core_config: CoreConfig) -> None:
     engine = fake_engine("e0", model=MODEL, text=True, script=says("ab€"))
     async with serve(core_config, engine) as site:
         (choice,) = (await site.post(CHAT, chat(top_logprobs=1)))["choices"]
@@ -268,8 +270,8 @@ async def test_an_engine_of_text_says_what_its_tokens_are(core_config: CoreConfi
 
 
 @pytest.mark.parametrize("asked", [{}, {"stream": True}, {"background": True}])
-async def test_they_are_kept_over_a_restart(asked: dict[str, Any]) -> None:
-    """A stored response is told as it was, can be continued, and its items referred to."""
+async def test_log_probabilities_survive_a_restart(asked: dict[str, Any]) -> None:
+    """A stored response is unchanged, can be continued, and its items can be referenced."""
     file, fields = MemoryFile(), response(stream=False, top_logprobs=1) | asked
     async with serving(file, fake_engine("e0", model=MODEL, script=says("ab"))) as site:
         async with site.http.post(RESPONSES, json=fields) as answer:

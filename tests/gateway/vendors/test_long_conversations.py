@@ -22,7 +22,7 @@ def rendered(messages: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_engine_that_forgot_a_conversation_is_told_all_of_it(
+async def test_an_engine_without_the_context_gets_the_whole_conversation(
     core_config: Any, is_streamed: bool
 ) -> None:
     engine = fake_engine("e0", model=MODEL, tokens_capacity=3000, max_seq_len=3000)
@@ -30,7 +30,7 @@ async def test_an_engine_that_forgot_a_conversation_is_told_all_of_it(
         messages: list[dict[str, Any]] = []
 
         async def turn(text: str) -> int:
-            """Returns the tokens that were sent to the engine."""
+            """Send a turn, and return the number of tokens that were sent to the engine."""
             messages.append(user(text))
             body = {"model": MODEL, "messages": messages, "max_tokens": 100}
             if is_streamed:
@@ -44,19 +44,19 @@ async def test_an_engine_that_forgot_a_conversation_is_told_all_of_it(
         sizes = [await turn(f"turn {i} " + 100 * "x") for i in range(5)]
         assert max(sizes[1:]) < 2 * sizes[0]
         other = {"model": MODEL, "messages": [user(2500 * "y")], "max_tokens": 100}
-        await site.post(PATH, other)  # takes all the room
+        await site.post(PATH, other)  # uses all blocks
         assert await turn("again") > sum(sizes) / 2
         assert await turn("and again") < sizes[0]
 
 
 async def test_a_conversation_of_many_turns_can_be_continued_from_any(core_config: Any) -> None:
-    """Old turns are looked at in groups, but found one by one where they were computed so."""
+    """Old turns are combined into groups, but a prompt can continue any single turn."""
     engine = fake_engine("e0", model=MODEL, tokens_capacity=12_000, max_seq_len=12_000)
     async with serve(core_config, engine) as site:
         messages: list[dict[str, Any]] = []
 
         async def turn(before: list[dict[str, Any]], text: str) -> int:
-            """Returns the tokens that were sent to the engine."""
+            """Send a turn, and return the number of tokens that were sent to the engine."""
             before.append(user(text))
             await site.post(PATH, {"model": MODEL, "messages": before, "max_tokens": 20})
             assert engine.prompts[-1] == rendered(before)

@@ -1,4 +1,4 @@
-"""A prompt that is too long is refused in the words that vendors' clients parse."""
+"""The error for a prompt that is too long has the wording that vendors' clients parse."""
 
 import re
 from collections.abc import AsyncIterator
@@ -30,7 +30,7 @@ async def site() -> AsyncIterator[Site]:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_openais_words(
+async def test_openai_error(
     site: Site, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     status, answer = await site.send(path, {"model": MODEL, "stream": stream} | body)
@@ -47,7 +47,7 @@ async def test_openais_words(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_anthropics_words(site: Site, stream: bool) -> None:
+async def test_anthropic_error(site: Site, stream: bool) -> None:
     asked = {"model": MODEL, "max_tokens": 5, "stream": stream} | CHAT
     status, answer = await site.send("/v1/messages", asked)
     error = answer["error"]

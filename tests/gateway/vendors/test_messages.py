@@ -1,4 +1,4 @@
-"""Anthropic's messages over one graph."""
+"""Anthropic's messages."""
 
 import json
 from collections.abc import AsyncIterator
@@ -64,8 +64,8 @@ ALTERNATING = (
 )
 
 
-async def test_a_system_message_behind_the_first_of_the_user() -> None:
-    """As Claude Code sends one, to a model whose template insists on another order."""
+async def test_a_system_message_after_the_first_user_message() -> None:
+    """Claude Code sends such a message. The model's template requires another order."""
     engine = fake_engine("e0", model=MODEL, chat_template=ALTERNATING)
     async with serve(CoreConfig(), engine) as site:
         engine.script = Script(text=lambda prompt: "Paris, of course.", stop_token=False)
@@ -93,7 +93,7 @@ async def test_a_system_message_behind_the_first_of_the_user() -> None:
 
 
 async def test_the_stop_sequence_that_ended_the_text(site: Site) -> None:
-    """Also of the same message again, which is not computed again."""
+    """A repeated message, which reuses the result, has the same stop sequence."""
     site.engine.script = Script(text=lambda prompt: "Paris", stop_string="\n\n")
     asked = body(user("Capital?"), stop_sequences=["x", "\n\n"], temperature=0)
     for _ in range(2):
@@ -185,7 +185,7 @@ async def test_errors_in_the_vendors_form(site: Site) -> None:
         ({"strict": True}, {"type": "auto"}, "(head body)* TEXT"),
     ],
 )
-async def test_calls_that_must_be_made_or_be_right_are_constrained(
+async def test_required_and_strict_calls_are_constrained(
     site: Site, tool: dict[str, Any], choice: dict[str, Any], rule: str
 ) -> None:
     await site.post(PATH, body(user("Hi"), tools=[TOOL | tool], tool_choice=choice))
@@ -194,7 +194,7 @@ async def test_calls_that_must_be_made_or_be_right_are_constrained(
     assert grammar.splitlines()[0] == f"start: {rule}"
 
 
-async def test_an_answer_that_must_fit_a_schema(site: Site) -> None:
+async def test_an_answer_with_a_schema(site: Site) -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     site.engine.script = Script(text=lambda prompt: '{"city": "Paris"}')
     config = {"effort": "high", "format": {"type": "json_schema", "schema": schema}}

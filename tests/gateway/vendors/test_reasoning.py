@@ -1,4 +1,4 @@
-"""Models that reason before they answer, through each vendor's API."""
+"""Models that reason before they answer, with each vendor's API."""
 
 import json
 from collections.abc import AsyncIterator
@@ -65,7 +65,7 @@ async def prefix(site: Site, path: str, body: Any) -> tuple[str, Any]:
         return response.headers["x-parrot-prefix"].partition(";")[0], await response.json()
 
 
-async def test_a_chat_that_reasons_calls_and_goes_on(site: Site) -> None:
+async def test_a_chat_with_reasoning_and_calls(site: Site) -> None:
     tools = [{"type": "function", "function": FUNCTION}]
     answer = await site.post(CHAT, asked(USER, tools=tools))
     message = answer["choices"][0]["message"]
@@ -76,7 +76,7 @@ async def test_a_chat_that_reasons_calls_and_goes_on(site: Site) -> None:
     assert found == "continued"
     assert answer["choices"][0]["message"]["content"] == "Sunny, all of the day."
     assert site.engine.prompts[1].startswith(f"{site.engine.prompts[0]}{REASONED}I look.\n{CALL}")
-    # vLLM's name for it, and no reasoning at all: the template shows another text
+    # With vLLM's field name, and without reasoning. The template shows another text.
     renamed = {**message, "reasoning": message["reasoning_content"], "reasoning_content": None}
     found, _ = await prefix(site, CHAT, asked(USER, renamed, result, tools=tools))
     assert found == "continued"
@@ -86,8 +86,8 @@ async def test_a_chat_that_reasons_calls_and_goes_on(site: Site) -> None:
     assert len(site.core.sessions) == 1
 
 
-async def test_a_history_whose_template_leaves_the_reasoning_out(site: Site) -> None:
-    """With or without it, the prompt is the same, and it is the same program's."""
+async def test_a_template_that_omits_earlier_reasoning(site: Site) -> None:
+    """The prompt is the same with and without the reasoning, and so is the program."""
     question = {"role": "user", "content": "Is it sunny?"}
     answer = await site.post(CHAT, asked(question))
     message = answer["choices"][0]["message"]
@@ -135,8 +135,8 @@ async def test_an_answer_that_is_cut_while_it_reasons(site: Site) -> None:
     assert response["output"][0]["status"] == response["status"] == "incomplete"
 
 
-async def test_an_answer_that_is_constrained_has_no_reasoning() -> None:
-    """Though the prompt begins some: the grammar lets none through."""
+async def test_a_constrained_answer_has_no_reasoning() -> None:
+    """The prompt begins the reasoning, but the grammar does not allow any."""
     engine = fake_engine("e0", model=MODEL, chat_template=THINKING + "{{- '<think>\\n' }}")
     async with serve(CoreConfig(), engine) as site:
         engine.script = Script(text=lambda prompt: '{"at": "sky"}')

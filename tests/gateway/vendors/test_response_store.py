@@ -1,4 +1,4 @@
-"""Stored responses: a byte limit, and a response that can be found keeps its predecessors."""
+"""Stored responses have a byte limit. A stored response keeps its predecessors."""
 
 import pytest
 from hypothesis import settings
@@ -35,7 +35,8 @@ class StoreMachine(RuleBasedStateMachine):
         key=st.sampled_from([None, "k", "l"]),
     )
     def make(self, data: st.DataObject, tenant: str, size: int, key: str | None) -> None:
-        """Store a response like a request: its predecessor is found first, and may be evicted."""
+        """Store a response like a request does. Its predecessor is looked up first, and may be
+        evicted meanwhile."""
         once = None if key is None else IdempotencyKey(key, "the same")
         if (
             once is not None
@@ -106,7 +107,7 @@ def is_kept(store: ResponseStore, record: StoredResponse) -> bool:
         return False
 
 
-def test_the_least_recently_used_goes_first_and_with_it_what_it_continues() -> None:
+def test_the_least_recently_used_chain_is_evicted_first() -> None:
     store = ResponseStore(20_000)
     first = kept(store, "1")
     second = kept(store, "2", first)
@@ -124,7 +125,7 @@ def test_the_least_recently_used_goes_first_and_with_it_what_it_continues() -> N
     store.check_integrity()
 
 
-def test_the_tenant_that_keeps_the_most_gives_room() -> None:
+def test_the_tenant_with_the_most_bytes_is_evicted_first() -> None:
     store = ResponseStore(40_000)
     other = StoredResponse("0", "b", None, [message("x")], output=[], body=b"{}")
     store.keep(other)
@@ -133,7 +134,7 @@ def test_the_tenant_that_keeps_the_most_gives_room() -> None:
     assert is_kept(store, other)
 
 
-def test_one_that_is_too_large_pushes_nothing_out() -> None:
+def test_a_response_that_is_too_large_evicts_nothing() -> None:
     store = ResponseStore(20_000)
     small = kept(store, "1")
     assert not is_kept(store, kept(store, "2", small, size=30_000))
@@ -141,7 +142,7 @@ def test_one_that_is_too_large_pushes_nothing_out() -> None:
     store.check_integrity()
 
 
-def test_another_tenants_is_not_there() -> None:
+def test_responses_of_another_tenant_are_not_found() -> None:
     store = ResponseStore(20_000)
     record = kept(store, "1")
     with pytest.raises(NotFound):

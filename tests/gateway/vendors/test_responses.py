@@ -1,4 +1,4 @@
-"""OpenAI's responses over one graph."""
+"""OpenAI's responses."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def _checked(named: list[tuple[str | None, str]]) -> list[Any]:
 
 
 def types_of(events: list[Any]) -> list[str]:
-    """Without a message's many deltas, and without the prefix that all have."""
+    """Return the types of events without their common prefix, and without repeated deltas."""
     types = [event["type"].removeprefix("response.") for event in events]
     return [
         kind
@@ -105,7 +105,8 @@ async def test_a_response(site: Site) -> None:
 
 @pytest.mark.parametrize("is_text", [True, False])
 async def test_a_response_has_numbers_for_its_sampling(is_text: bool) -> None:
-    """Those of the engine, which may tell none; clients expect numbers."""
+    """The response shows the default sampling of the engine. If the engine reports none, it shows
+    OpenAI's defaults, because clients expect numbers."""
     config = CoreConfig.model_validate({"model_aliases": {"other": MODEL}})
     async with serve(config, fake_engine("e0", model=MODEL, text=is_text)) as site:
         for model in (MODEL, "other"):
@@ -117,8 +118,8 @@ async def test_a_response_has_numbers_for_its_sampling(is_text: bool) -> None:
     assert site.engine.requests[0].sampling_config.temperature is None
 
 
-async def test_a_length_that_is_wanted_whatever_the_model_says(site: Site) -> None:
-    """As vLLM takes it, and its benchmark sends it."""
+async def test_ignore_eos_generates_the_maximum_length(site: Site) -> None:
+    """vLLM supports this field, and its benchmark sends it."""
     await site.post(PATH, body("Go on.", ignore_eos=True, max_output_tokens=7))
     sampling = site.engine.requests[-1].sampling_config
     assert (sampling.ignore_tokenizer_eos, sampling.max_gen_length) == (True, 7)
@@ -156,7 +157,7 @@ async def test_the_events_of_a_stream(site: Site) -> None:
     assert events[0]["response"]["status"] == "in_progress"
     assert events[0]["response"]["output"] == []
     deltas = [event["delta"] for event in events if event["type"].endswith("text.delta")]
-    assert 1 <= len(deltas) <= 3  # those that come at once may be one
+    assert 1 <= len(deltas) <= 3  # deltas that arrive at the same time may be merged
     assert "".join(deltas) == "Paris."
     (ids,) = {(e["item_id"], e["output_index"]) for e in events if "item_id" in e}
     response = events[-1]["response"]
@@ -220,7 +221,7 @@ async def test_resent_items_continue_the_turn_that_they_end_with(site: Site) -> 
     assert two.fills[0].parent_context_id == one.context_id
 
 
-async def test_a_reference_stands_for_an_item_that_is_kept(site: Site) -> None:
+async def test_a_reference_to_a_stored_item(site: Site) -> None:
     site.engine.script = says("Hi!")
     first = await site.post(PATH, body("Hello"))
     (given,) = (await get(site, f"{first['id']}/input_items"))["data"]
@@ -237,7 +238,7 @@ async def test_a_reference_stands_for_an_item_that_is_kept(site: Site) -> None:
     assert (status, answer["error"]["param"]) == (404, "input.0.id")
 
 
-async def test_nulls_stand_for_fields_that_are_not_there(site: Site) -> None:
+async def test_null_means_a_missing_field(site: Site) -> None:
     call = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
     nulls = {"id": None, "status": None, "namespace": None, "async_": None, "parsed": None}
     parsed = {"parsed_arguments": {"a": 1}}
@@ -279,7 +280,7 @@ async def test_the_tokens_of_a_prompt_are_counted(site: Site) -> None:
     assert len(site.engine.requests) == 2
 
 
-async def test_responses_that_are_not_kept(site: Site) -> None:
+async def test_responses_that_are_not_stored(site: Site) -> None:
     missing = (await site.post(PATH, body("Hi", store=False)))["id"]
     gone = (await site.post(PATH, body("Ho")))["id"]
     _, answer = await ask(site, "DELETE", f"{PATH}/{gone}")
@@ -299,7 +300,7 @@ async def test_responses_that_are_not_kept(site: Site) -> None:
         assert answer["error"]["param"] == "previous_response_id"
 
 
-async def test_a_deleted_response_stays_in_what_continues_it(site: Site) -> None:
+async def test_a_deleted_response_remains_in_its_continuation(site: Site) -> None:
     site.engine.script = says("Hi!")
     first = await site.post(PATH, body("Hello"))
     second = await site.post(PATH, body("More", previous_response_id=first["id"]))
@@ -404,7 +405,7 @@ async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
     assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_a_client_that_goes_away_stops_the_work(site: Site) -> None:
+async def test_a_client_that_disconnects_stops_the_work(site: Site) -> None:
     site.engine.script = Script(hang_after=0)
     for stream in (False, True):
         await site.engine.left_by(site.send(PATH, body(f"Hi {stream}", stream=stream)))
@@ -426,7 +427,7 @@ async def test_a_stream_that_breaks_ends_with_a_failed_response(site: Site) -> N
 
 
 class TestInTheBackground:
-    async def test_nobody_waits(self, site: Site) -> None:
+    async def test_a_background_response_runs_without_a_client(self, site: Site) -> None:
         site.engine.script = Script(text=lambda prompt: "Paris.", hang_after=1)
         begun = await site.post(PATH, body("Capital of France?", background=True))
         assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
@@ -445,7 +446,7 @@ class TestInTheBackground:
         path = f"{PATH}/{begun['id']}?stream=true&starting_after=100"
         assert await site.stream(path, None, "GET") == []
 
-    async def test_a_stream_may_be_left(self, site: Site) -> None:
+    async def test_a_client_may_leave_a_stream(self, site: Site) -> None:
         site.engine.script = Script(text=lambda prompt: "Paris.", hang_after=1)
         given = body("Capital of France?", background=True, stream=True)
         async with site.http.post(PATH, json=given) as stream:
@@ -454,7 +455,7 @@ class TestInTheBackground:
         site.engine.resume.set()
         assert (await follow(site, response_id))[-1]["type"] == "response.completed"
 
-    async def test_it_can_be_continued_once_it_has_ended(self, site: Site) -> None:
+    async def test_a_finished_response_can_be_continued(self, site: Site) -> None:
         site.engine.script = Script(text=lambda prompt: "Hi!", hang_after=0)
         begun = await site.post(PATH, body("Hello", background=True))
         status, answer = await site.send(PATH, body("More", previous_response_id=begun["id"]))
@@ -500,7 +501,7 @@ class TestInTheBackground:
         assert failed["error"] == {"code": "context_length_exceeded", "message": "too long"}
         assert (await site.post(f"{PATH}/{begun['id']}/cancel", None))["status"] == "failed"
 
-    async def test_only_a_background_response_is_cancelled_or_streamed_again(
+    async def test_only_background_responses_can_be_cancelled_or_restreamed(
         self, site: Site
     ) -> None:
         response = await site.post(PATH, body("Hello"))
@@ -597,13 +598,13 @@ class TestTools:
         assert done[1]["item"]["arguments"] == '{"at":"sky"}'
         assert [e["item"] for e in done] == events[-1]["response"]["output"]
 
-    async def test_one_call_where_only_one_may_be(self, site: Site) -> None:
+    async def test_only_one_call_without_parallel_calls(self, site: Site) -> None:
         fields = {"tools": [self.TOOL], "parallel_tool_calls": False}
         response = await site.post(PATH, body("Weather?", **fields))
         assert [item["type"] for item in response["output"]] == ["message", "function_call"]
         assert response["tools"] == [self.TOOL]
 
-    async def test_calls_that_must_be_made_or_be_right_are_constrained(self, site: Site) -> None:
+    async def test_required_and_strict_calls_are_constrained(self, site: Site) -> None:
         many = '"<tool_call>" body ("\\n" "<tool_call>" body)*'
         named = {"type": "function", "name": "look"}
         for fields, rule in (
@@ -616,7 +617,7 @@ class TestTools:
             assert grammar is not None
             assert grammar.splitlines()[0] == f"start: {rule}"
 
-    async def test_what_cannot_be_enforced(self, site: Site) -> None:
+    async def test_unsupported_constraints(self, site: Site) -> None:
         for choice in ({"type": "function"}, {"type": "function", "name": "see"}, "sometimes"):
             fields = {"tools": [self.TOOL], "tool_choice": choice}
             status, answer = await site.send(PATH, body("Weather?", **fields))
@@ -648,7 +649,7 @@ class TestWithOneSession:
     def core_config(self) -> CoreConfig:
         return CoreConfig(max_sessions_num=1)
 
-    async def test_a_response_outlives_its_session(self, site: Site) -> None:
+    async def test_a_response_survives_its_session(self, site: Site) -> None:
         site.engine.script = says("Hi!")
         first = await site.post(PATH, body("Hello"))
         await site.post(PATH, body("Other"))
@@ -663,13 +664,13 @@ class TestWithLittleRoom:
     def core_config(self) -> CoreConfig:
         return CoreConfig(responses_size=20_000)
 
-    async def test_the_oldest_go(self, site: Site) -> None:
+    async def test_the_oldest_responses_are_evicted(self, site: Site) -> None:
         ids = [(await site.post(PATH, body(str(i))))["id"] for i in range(6)]
         statuses = [(await ask(site, "GET", f"{PATH}/{one}"))[0] for one in ids]
         assert statuses == sorted(statuses, reverse=True)
         assert set(statuses) == {200, 404}
 
-    async def test_what_is_continued_goes_after_what_continues_it(self, site: Site) -> None:
+    async def test_a_response_is_evicted_after_its_continuations(self, site: Site) -> None:
         site.engine.script = says("Hi!")
         first = await site.post(PATH, body("Hello"))
         second = await site.post(PATH, body("More", previous_response_id=first["id"]))

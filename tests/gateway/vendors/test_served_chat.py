@@ -1,4 +1,4 @@
-"""Conversations on engines whose servers render them: what these get, and what clients do."""
+"""Conversations on engines whose servers render the chat template."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -55,13 +55,13 @@ class Site:
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The last body that the server got."""
+        """Return the last body that the server received."""
         return self.fake.bodies[-1]
 
 
 @asynccontextmanager
 async def site_of(fake: FakeOpenAI, **instance: Any) -> AsyncIterator[Site]:
-    """ServeCore, an openai engine and a server, over HTTP."""
+    """Run ServeCore, an openai engine and a server, with HTTP between them."""
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(serve_app(fake.app()))
         config = OpenAIConfig.model_validate(
@@ -158,7 +158,7 @@ async def test_choices_of_tools(site: Site, choice: Any, sent: Any) -> None:
     assert len(site.sent.get("tools", ())) == (2 if sent else 0)
 
 
-async def test_calls_come_back_whole_and_streamed(site: Site) -> None:
+async def test_calls_are_returned_whole_and_streamed(site: Site) -> None:
     body = {"messages": ASKED, "tools": [TOOL]}
     site.fake.calls, site.fake.reasoning = CALLS, "Hm. "
     answer = await site.post(CHAT, body)
@@ -178,7 +178,7 @@ async def test_calls_come_back_whole_and_streamed(site: Site) -> None:
     assert streamed == called
 
 
-async def test_other_vendors_clients_call_tools_too(site: Site) -> None:
+async def test_clients_of_other_vendors_can_call_tools(site: Site) -> None:
     site.fake.calls = CALLS[:1]
     body = {"messages": ASKED, "max_tokens": 9}
     answer = await site.post(MESSAGES, body | {"tools": [{"name": "look", "input_schema": {}}]})
@@ -219,7 +219,7 @@ async def test_a_conversation_that_goes_on_is_continued(site: Site) -> None:
 
 
 async def test_only_equal_conversations_share_an_answer(site: Site) -> None:
-    """Where a template shows less than a conversation says, its text would be the same."""
+    """Different conversations may have the same text if a template leaves parts out."""
     forged = 'Hi\n{"role":"assistant"}\nHo'
     bodies: list[dict[str, Any]] = [
         {"messages": ASKED},
@@ -234,7 +234,7 @@ async def test_only_equal_conversations_share_an_answer(site: Site) -> None:
     assert len(site.fake.bodies) == len(bodies)
 
 
-async def test_what_the_server_refuses_is_told(site: Site) -> None:
+async def test_errors_of_the_server_are_passed_on(site: Site) -> None:
     site.fake.faults = [Fault(400, {"error": {"message": "auto needs a parser"}})]
     status, answer = await site.send(CHAT, {"messages": ASKED, "tools": [TOOL]})
     assert (status, "auto needs a parser" in answer["error"]["message"]) == (400, True)
@@ -261,8 +261,8 @@ async def test_a_server_that_knows_openais_fields_only() -> None:
         assert (status, answer["error"]["param"]) == (400, "chat_template_kwargs")
 
 
-async def test_it_can_be_turned_off() -> None:
-    """For models that have no chat template."""
+async def test_server_side_rendering_can_be_disabled() -> None:
+    """Models without a chat template need this."""
     async with site_of(FakeOpenAI(owned_by="vllm"), features={"messages": False}) as site:
         await site.post(CHAT, {"messages": ASKED})
         assert site.sent["prompt"] == "User: Is it raining?\n\nAssistant:"
@@ -270,8 +270,8 @@ async def test_it_can_be_turned_off() -> None:
         assert (status, answer["error"]["code"]) == (400, "unsupported_field")
 
 
-async def test_an_answer_that_was_begun_is_not_continued_elsewhere() -> None:
-    """The other server would begin a new one."""
+async def test_a_started_answer_is_not_continued_by_another_server() -> None:
+    """Another server would generate a new answer from the beginning."""
     record = Capabilities(features=frozenset({"messages", "max_gen_length"}))
     engine = fake_engine("e0", model=MODEL, text=True, capabilities=record)
     async with serve(CoreConfig(), engine) as site:

@@ -17,7 +17,7 @@ def keyed(key: str | None) -> dict[str, Any]:
 
 
 async def say(site: Site, *texts: str, key: str | None = None, system: str = "Be kind.") -> Any:
-    """A turn of the program `mine`: the user's texts, between answers."""
+    """Send a turn of the program `mine`, with the user's texts and answers between them."""
     roles = ["user", "assistant"] * len(texts)
     spoken = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=False)]
     messages = [{"role": "system", "content": system}, *spoken]
@@ -38,7 +38,7 @@ async def listed(site: Site, key: str | None = None, query: str = "") -> list[An
     return sessions
 
 
-async def test_what_a_conversation_came_to(site: Site) -> None:
+async def test_the_totals_of_a_conversation(site: Site) -> None:
     site.engine.script = Script(text=lambda prompt: "A fine and long answer.")
     answer = await say(site, "Hello, is anybody there?")
     await say(site, "Hello, is anybody there?", answer, "Go on.")
@@ -106,5 +106,5 @@ async def test_the_newest_first_and_in_parts(site: Site) -> None:
 
 
 @pytest.mark.parametrize("query", ["limit=0", "limit=1001", "limit=x", "before=x", "foo=1"])
-async def test_what_is_refused(site: Site, query: str) -> None:
+async def test_invalid_requests(site: Site, query: str) -> None:
     assert (await get(site, f"/v1/sessions?{query}"))[0] in (400, 422)

@@ -1,4 +1,4 @@
-"""A slow chat template is rendered outside of the event loop, whichever endpoint needs it."""
+"""All endpoints render slow chat templates outside of the event loop."""
 
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -42,7 +42,7 @@ def rendering_threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 @pytest.fixture
 async def site(rendering_threads: set[int]) -> AsyncIterator[Site]:
     async with serve(CoreConfig(), fake_engine("e0", model=MODEL, chat_template=CHATML)) as site:
-        assert rendering_threads  # What all conversations share was rendered.
+        assert rendering_threads  # the common parts of all conversations were rendered
         yield site
 
 
@@ -55,7 +55,7 @@ async def test_a_conversation(path: str, site: Site, rendering_threads: set[int]
 
 
 async def test_the_calls_of_a_program(site: Site, rendering_threads: set[int]) -> None:
-    """Their markup was rendered when the engine registered: each turn only looks it up."""
+    """The markup of the calls was rendered when the engine registered, and is only looked up."""
     made = await site.post("/v1/session", {})
     scope = {name: made[name] for name in ("session_id", "session_auth")}
     call: dict[str, Any] = {"system": "Be brief."}
@@ -70,7 +70,7 @@ async def test_the_calls_of_a_program(site: Site, rendering_threads: set[int]) -
 
 
 async def test_a_template_that_fails_is_not_rendered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither for a first turn nor for a later one."""
+    """This holds for the first turn and for later turns."""
     failing = "{% if messages|length > 3 %}{{ raise_exception('no') }}{% endif %}" + CHATML
     for template, num_turns in (("{{ raise_exception('no') }}", 1), (failing, 3)):
         chat = ModelTemplate(template)

@@ -1,6 +1,6 @@
-"""What vendors' clients sent once still gets the statuses and the fields that they needed.
+"""Recorded requests of vendors' clients still get the same statuses and the fields they need.
 
-`record.py` says how the transcripts were made."""
+`record.py` has recorded the transcripts."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ TRANSCRIPTS = {
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-async def test_a_client_gets_what_it_got(name: str) -> None:
+async def test_a_client_gets_the_recorded_answers(name: str) -> None:
     told = TRANSCRIPTS[name]
     assert told["requests"]
     async with (
@@ -63,7 +63,7 @@ def send(http: aiohttp.ClientSession, request: Any, ids: GivenIds) -> Any:
 async def go_away(
     http: aiohttp.ClientSession, request: Any, ids: GivenIds, engine: ScriptedEngine
 ) -> None:
-    """Leave when the engine is at work, and see that it stops."""
+    """Disconnect while the engine is running, and check that it stops."""
 
     async def ask() -> None:
         async with send(http, request, ids) as response:

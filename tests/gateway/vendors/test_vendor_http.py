@@ -1,4 +1,4 @@
-"""Behaviour that all vendors' paths share: errors, ids, models, pages of other origins."""
+"""Behaviour that all vendors' endpoints share: errors, ids, models and CORS."""
 
 import asyncio
 from typing import Any
@@ -21,7 +21,7 @@ def is_anthropic(answer: Any) -> bool:
     return set(answer) == {"type", "error", "request_id"} and answer["type"] == "error"
 
 
-async def test_models_as_either_vendors_client_reads_them(site: Site) -> None:
+async def test_models_in_both_vendors_formats(site: Site) -> None:
     async with site.http.get("/v1/models") as response:
         models = await response.json()
     (card,) = models["data"]
@@ -40,7 +40,7 @@ async def test_models_as_either_vendors_client_reads_them(site: Site) -> None:
         assert (response.status, await response.read()) == (200, b"")
 
 
-async def test_a_model_whose_name_is_a_path() -> None:
+async def test_a_model_with_a_path_as_its_name() -> None:
     async with serve(CoreConfig(), fake_engine("e0", model="org/tiny")) as site:
         for path in ("/v1/models/org/tiny", "/v1/models/org%2Ftiny"):
             async with site.http.get(path) as response:
@@ -73,7 +73,7 @@ async def test_unknown_models(site: Site) -> None:
         ("POST", "/v1/messages/batches", 404, is_anthropic),
     ],
 )
-async def test_paths_and_methods_that_are_not_there(
+async def test_unknown_paths_and_methods(
     site: Site, method: str, path: str, status: int, has_form: Any
 ) -> None:
     async with site.http.request(method, path) as response:
@@ -96,7 +96,9 @@ async def test_paths_and_methods_that_are_not_there(
         ("/v1/v1/chat", ""),
     ],
 )
-async def test_a_wrong_base_url_gets_the_right_one(site: Site, path: str, hint: str) -> None:
+async def test_the_error_for_a_wrong_base_url_names_the_right_one(
+    site: Site, path: str, hint: str
+) -> None:
     status, answer = await site.send(path, {})
     base = str(site.http._base_url).rstrip("/")
     assert status == 404
@@ -211,10 +213,10 @@ async def test_wrong_requests_for_tokens(
         ("/v1/embeddings", {"input": "Hi"}),
     ],
 )
-async def test_engines_are_told_of_the_callers_span(
+async def test_engines_receive_the_span_of_the_request(
     site: Site, path: str, fields: dict[str, Any]
 ) -> None:
-    """Each of its own, though they belong to one program, and though nothing is exported."""
+    """Each request has its own span, also within one program and without an exporter."""
     spans = [f"00-{'ab' * 16}-{n:016x}-0{n % 2}" for n in (1, 2)]
     for span in (*spans, "nonsense", None):
         headers = {"x-parrot-program": "p"} | ({"traceparent": span} if span else {})
@@ -224,7 +226,7 @@ async def test_engines_are_told_of_the_callers_span(
 
 
 @pytest.mark.parametrize("num_answers", [1, 2])
-async def test_who_waits_hears_why_the_session_ended(site: Site, num_answers: int) -> None:
+async def test_a_waiting_client_learns_why_the_session_ended(site: Site, num_answers: int) -> None:
     site.engine.script = Script(hang_after=0)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "n": num_answers}
     asking = asyncio.ensure_future(site.send(OPENAI, body))

@@ -1,8 +1,8 @@
-"""What clients sent and got, in a form that can be kept and sent again.
+"""Transcripts: the requests of clients and the shapes of answers, in a form that can be replayed.
 
-Long texts but a call's arguments are kept as their lengths: they are the clients' own, and mean
-nothing here. Ids that the
-server gave are kept as their places in the order in which it gave them."""
+Long texts are stored as their lengths, because their contents do not matter. The arguments of calls
+are stored as they are. Ids from the server are stored as their positions in the order of
+answers."""
 
 import json
 import re
@@ -43,8 +43,8 @@ class GivenIds:
 
 
 class Recorder:
-    """An app around another, which notes what it is asked and the shape of what it answers.
-    `is_gone`: the client did not wait for the end. `feature` is what is tried now."""
+    """A middleware that records requests and the shapes of answers. `is_gone` means that the client
+    disconnected before the end. `feature` is the tested feature."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.requests: list[Json] = []
@@ -115,7 +115,7 @@ def shortened(value: Any) -> Any:
 
 
 def lengthened(value: Any) -> Any:
-    """The value that `shortened` received, without the texts' contents."""
+    """Invert `shortened`, with placeholders for the texts."""
     match value:
         case {"$characters": int(length)}:
             return "x" * length
@@ -127,7 +127,8 @@ def lengthened(value: Any) -> Any:
 
 
 def shape_of(answer: str) -> Any:
-    """The fields of a JSON answer, or of each kind of a stream's events; None of plain text."""
+    """Return the fields of a JSON answer, or of each kind of event of a stream. None for plain
+    text."""
     if not answer.startswith(("event:", "data:", ":")):
         return _fields(json.loads(answer)) if answer[:1] in ("{", "[") else None
     kinds: list[Any] = []
@@ -143,7 +144,7 @@ def shape_of(answer: str) -> Any:
 
 
 def lacks(found: Any, wanted: Any) -> list[str]:
-    """The parts of a recorded answer, by `shape_of`, that are missing now."""
+    """Return the parts of a recorded shape that are missing in the new one."""
     if isinstance(wanted, dict) and isinstance(found, dict):
         missing = [f"`{key}`" for key in wanted if key not in found]
         inner = [(key, found[key], wanted[key]) for key in wanted if key in found]
@@ -158,7 +159,7 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 def _fields(value: Any) -> Any:
-    """Names and types; of a list one of each kind of item."""
+    """Return the names and types of fields. A list has one entry for each kind of item."""
     if isinstance(value, dict):
         return {key: _fields(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""DSPy, which asks through LiteLLM."""
+"""DSPy, which uses LiteLLM as its client."""
 
 import dspy
 from features import CAPITAL, KEY, MODEL, URL, feature, raises, run

@@ -1,4 +1,4 @@
-"""What the scripts of clients share. Each runs in an environment that has its client and no more:
+"""Code that all client scripts share. Each runs in an environment that has only its client:
 
     python CLIENT.py URL MODEL KEY [FEATURE...]
 
@@ -40,7 +40,7 @@ def run(*packages: str) -> None:
             _ready(name)
             function()
             results[name] = None
-        except Exception as error:  # noqa: BLE001 - the error is the result
+        except Exception as error:  # noqa: BLE001 - the error is reported
             traceback.print_exc()
             results[name] = f"{type(error).__name__}: {error}"[:300]
     versions = {package: version(package) for package in packages}
@@ -48,7 +48,7 @@ def run(*packages: str) -> None:
 
 
 def raises(kind: type[Exception], act: Callable[[], Any], *words: str) -> Any:
-    """The error that `act` raises, in whose text all the words are."""
+    """Return the error that `act` raises, and check that its text contains all the words."""
     try:
         act()
     except kind as error:
