@@ -160,7 +160,8 @@ class EngineLoad:
 
     @property
     def is_open(self) -> bool:
-        return self.num_tasks < self.num_slots and not self.is_draining
+        """Whether another task fits into the engine's slots. See `LoadIndex.accepts` as well."""
+        return self.num_tasks < self.num_slots
 
     @property
     def step_s(self) -> float:
