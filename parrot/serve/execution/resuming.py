@@ -26,8 +26,7 @@ def deliver_reported(run: Run, attempt: Attempt) -> None:
     output starts again from its first token."""
     reported, run.reported = run.reported, None
     sampling = run.completion.sampling
-    is_bound = sampling.constraint is not None or attempt.conversation is not None
-    if reported is None or (attempt.tokenizer is None and is_bound):
+    if reported is None or not attempt.can_continue:
         return
     encoder = reported.tokenizer.encoder
     special_ids = reported.tokenizer.stop_ids(sampling).union(encoder.special_ids)
@@ -51,10 +50,8 @@ def _is_stable(text: str, stop_strings: Sequence[str]) -> bool:
 async def resume(run: Run, attempt: Attempt) -> None:
     """Make the attempt continue after the delivered text.
 
-    Raises `EngineFailed` on an engine that takes text if the output is constrained, because the
-    state of its grammar cannot be restored, or if the server renders the conversation."""
-    is_bound = attempt.sampling.constraint is not None or attempt.conversation is not None
-    if attempt.tokenizer is None and is_bound:
+    Raises `EngineFailed` if the engine cannot continue it (`Attempt.can_continue`)."""
+    if not attempt.can_continue:
         raise EngineFailed(
             "the engine was lost while it streamed an output that cannot be continued"
         )

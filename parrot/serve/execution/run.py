@@ -104,6 +104,15 @@ class Attempt:
             self.conversation = {"messages": chat_messages(task.segments)}
 
     @property
+    def can_continue(self) -> bool:
+        """Whether the engine can continue a partial output.
+
+        An engine that takes text cannot restore the state of a grammar. A server that renders the
+        conversation starts a new answer."""
+        has_grammar = self.sampling.constraint is not None
+        return self.tokenizer is not None or not (has_grammar or self.conversation is not None)
+
+    @property
     def _takes_messages(self) -> bool:
         """Whether the engine's server applies the model's chat template."""
         return "messages" in (self.engine.info.capabilities.features or ())
@@ -219,11 +228,9 @@ class Run(CompletionTask):
         return bool(self.text) and not is_constrained and not sampling.adjusts_logits
 
     def is_cut_off(self, attempt: Attempt) -> bool:
-        """Whether the readers have received a part of an output that no engine can continue. The
-        rest of another answer must not follow that part."""
-        has_grammar = self.completion.sampling.constraint is not None
-        is_bound = has_grammar or attempt.conversation is not None
-        return attempt.tokenizer is None and is_bound and bool(self.text)
+        """Whether the readers have received a part of an output that the engine cannot continue.
+        The rest of another answer must not follow that part."""
+        return bool(self.text) and not attempt.can_continue
 
     def output_key(self, text: str) -> bytes:
         """The prefix key of the prompt with this output."""

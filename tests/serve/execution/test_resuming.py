@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from parrot.protocol.engine_api import Capabilities
 from parrot.protocol.errors import EngineFailed
 from parrot.protocol.sampling import SamplingConfig
-from parrot.serve.graph.nodes import CompletionState
+from parrot.serve.graph.nodes import CallOptions, CompletionState
 from tests.serve.execution.world import World, error_of
 from tests.support.byte_tokenizer import plain_byte_tokenizer, tokenizer_id_of
 from tests.support.fake_engine import Script, fake_engine
@@ -77,6 +78,26 @@ async def test_a_constrained_stream_is_not_continued_by_an_engine_that_takes_tex
     await world.join(fake_engine("two", text=True))
     world.lose(0)
     assert isinstance(await error_of(completion), EngineFailed)
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+async def test_a_stream_of_tokens_is_not_continued_by_a_server_that_starts_again(
+    world: World, is_chat: bool
+) -> None:
+    """The server renders the messages of a chat, or starts a grammar from its first state."""
+    script = Script(text=lambda _: "abcd", steps=2, hang_after=1)
+    await world.join(fake_engine("one", script=script))
+    options = CallOptions(func_name="f", chat=is_chat)
+    sampling = SamplingConfig() if is_chat else SamplingConfig(regex="a.*")
+    completion = world.submit("Go", stream=True, sampling=sampling, options=options)
+    await world.settle()
+    assert completion.output.partial_text == "ab"
+    record = Capabilities(features=frozenset({"messages", "regex"}))
+    second = fake_engine("two", text=True, capabilities=record)
+    await world.join(second)
+    world.lose(0)
+    assert isinstance(await error_of(completion), EngineFailed)
+    assert not second.requests
 
 
 @pytest.mark.parametrize("constraint", [{"json_schema": {"type": "object"}}, {"regex": "a.*"}])
