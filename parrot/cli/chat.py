@@ -190,11 +190,11 @@ def _chosen(server: RemoteServer, model: str | None) -> str:
     try:
         served = [str(card["id"]) for card in answer["data"]]
     except (KeyError, TypeError):
-        raise RequestFailed("this is no server of OpenAI's API") from None
+        raise RequestFailed("this is not a server with OpenAI's API") from None
     if model is None and served:
         return served[0]
     if not served:
-        raise RequestFailed("no model is served as yet; `parrot top` shows the engines")
+        raise RequestFailed("no model is served yet; `parrot top` shows the engines")
     if model not in served:
         raise RequestFailed(f"{model} is not served; --model may be {', '.join(served)}")
     return model

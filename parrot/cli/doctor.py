@@ -176,7 +176,7 @@ def check_torch() -> Iterator[Finding]:
             [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_TORCH_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        yield Finding("wrong", "importing torch does not end", _TORCH_AGAIN)
+        yield Finding("wrong", "importing torch does not finish", _TORCH_AGAIN)
         return
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no message"])[-1]
@@ -186,10 +186,10 @@ def check_torch() -> Iterator[Finding]:
     devices = asked.stdout.strip().partition("; ")[2]
     yield Finding("ok", f"torch {name}, CUDA {cuda}, {num_devices} devices {devices}".rstrip())
     if visible_gpus(os.environ) and num_devices == "0":
-        build = "is for CPUs only" if cuda == "None" else "sees none: see what nvidia-smi says"
+        build = "is for CPUs only" if cuda == "None" else "does not see it: run nvidia-smi"
         yield Finding(
             "wrong",
-            f"there is a GPU, and this torch {build}",
+            f"there is a GPU, but this torch {build}",
             f"{REINSTALL_TORCH_LINE}; or run engines with --device cpu",
         )
 
@@ -319,15 +319,15 @@ def _check_engine(engine: Config) -> Iterator[Finding]:
     if str(engine.get("device", "auto")).startswith("cuda") and not visible_gpus(os.environ):
         yield Finding(
             "wrong",
-            f"{model} is to run on {engine['device']}, and there is no GPU",
-            "set `device` to cpu, or run this where a GPU is",
+            f"{model} is configured for {engine['device']}, but there is no GPU",
+            "set `device` to cpu, or use a machine with a GPU",
         )
     ranks, gpus = engine.get("instance", {}).get("tensor_parallel", 1), visible_gpus(os.environ)
     if 0 < gpus < ranks and engine.get("device", "auto") != "cpu":
         yield Finding(
             "wrong",
-            f"{model} is to be divided among {ranks} GPUs, and there are {gpus}",
-            "set `instance.tensor_parallel` to fewer, or run this where more are",
+            f"{model} is configured for {ranks} GPUs, but there are {gpus}",
+            "set `instance.tensor_parallel` to fewer, or use a machine with more GPUs",
         )
     if engine.get("instance", {}).get("load_format") == "dummy" or model == "embedded":
         return
@@ -345,7 +345,7 @@ def _check_engine(engine: Config) -> Iterator[Finding]:
     free = _free_memory()
     text = f"the weights of {model} can be read: {size / 2**30:.1f} GiB"
     if free is not None and size > free and not visible_gpus(os.environ):
-        yield Finding("wrong", f"{text}, and less memory is free", "choose a smaller model")
+        yield Finding("wrong", f"{text}, but less memory is free", "choose a smaller model")
     else:
         yield Finding("ok", text)
 
@@ -353,10 +353,10 @@ def _check_engine(engine: Config) -> Iterator[Finding]:
 def _check_hub(model: str) -> Iterator[Finding]:
     if model.count("/") != 1 or model.startswith((".", "/", "~")):
         yield Finding(
-            "wrong", f"{model}: no such folder or file", "set `model` to one that is there"
+            "wrong", f"{model}: no such folder or file", "set `model` to a model that exists"
         )
     elif find_spec("huggingface_hub") is None:
         yield Finding("wrong", f"{model} would come from the model hub", install_line("engine"))
     else:
-        advice = "its start takes as long as that takes; HF_TOKEN is for models behind a licence"
-        yield Finding("note", f"{model} is fetched from the model hub unless it was before", advice)
+        advice = "the first start takes longer; set HF_TOKEN for models that require a licence"
+        yield Finding("note", f"{model} is fetched from the model hub at the first start", advice)

@@ -152,8 +152,8 @@ class PageFeed:
                 return False
             if error.status == HTTPStatus.NOT_FOUND:
                 raise RequestFailed(
-                    f"{self._core} is no ServeCore, or one without its page (`page`: false); the "
-                    "page's views are what this command shows"
+                    f"{self._core} is not a ServeCore, or runs without its page (`page`: false); "
+                    "this command shows views of the page"
                 ) from None
             raise
         return True

@@ -18,7 +18,7 @@ from parrot.protocol.public import Answer, EmptyResponse
 class ErrorDetail(Answer):
     type: str = Field(description="the error's class, see the error table")
     message: str
-    param: str | None = Field(None, description="the field or parameter that is to blame")
+    param: str | None = Field(None, description="the field or parameter at fault")
 
 
 class ErrorResponse(Answer):
@@ -30,7 +30,7 @@ class ErrorResponse(Answer):
 _ERRORS = {
     400: "malformed or contradictory request",
     401: "missing or wrong key or token",
-    403: "the key has not the scope that this needs",
+    403: "the key lacks the required scope",
     404: "no such session, variable, request, model or context",
     409: "already set, a cycle, or a reused idempotency key",
     410: "the session has expired or was deleted",

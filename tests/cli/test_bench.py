@@ -285,7 +285,7 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
         ([url, "--workload", "copilot:batch=999"], "requests were recorded, and not 999"),
         (
             [url, "--workload", "chain", "--prefix_tokens", "3"],
-            "--prefix_tokens is nothing that chain has; of such options it has --num_requests",
+            "--prefix_tokens is no option of chain, which has --num_requests",
         ),
         ([url, "--prefix_tokens", "300"], "must be shorter than the prompt (256)"),
         ([url, "--model", "m"], "m is not served at http://127.0.0.1"),
@@ -297,7 +297,7 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
 
 def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
     for fake, advice in (
-        (FakeOpenAI(models=()), "serves no model as yet"),
+        (FakeOpenAI(models=()), "serves no model yet"),
         (FakeOpenAI(models_status=404), "Its address usually ends in /v1"),
         (FakeOpenAI(models_status=401), "--api-key, or PARROT_KEY"),
         (FakeOpenAI(faults=[Fault(404, {"error": {"message": "no"}})] * 2), "--chat"),

@@ -367,7 +367,7 @@ def test_what_cannot_be_tried() -> None:
         ({"attempt_timeout": 3}, ValueError, "attempt_timeout needs retries"),
         ({"retries": 1, "attempt_timeout": 0}, ValueError, "attempt_timeout needs"),
         ({"fallback": len}, TypeError, "must be a function of Parrot"),
-        ({"fallback": tell}, ValueError, "`tell` has another number of outputs"),
+        ({"fallback": tell}, ValueError, "`tell` has 1 output, but `two` has 2 outputs"),
         ({"retries": 1, "feed_back": True}, ValueError, "one output"),
     ):
         with pytest.raises(error, match=message):

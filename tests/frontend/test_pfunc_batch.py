@@ -232,7 +232,7 @@ class TestMap:
     def test_without_an_input_or_a_session(self, vm: P.VirtualMachine) -> None:
         with pytest.raises(InvalidRequest, match="no session"):
             vm.map(ask, ["x"])
-        with vm.running_scope(), pytest.raises(TypeError, match=r"ask\(\) has no input"):
+        with vm.running_scope(), pytest.raises(TypeError, match=r"ask\(\) needs an input"):
             vm.map(ask, ["x"], question="y")
         with pytest.raises(InvalidRequest, match="no session"):
             vm.batch()

@@ -79,7 +79,7 @@ def test_choices_and_expressions_reach_the_engine(vm: P.VirtualMachine, engine: 
 
 
 def test_what_an_output_cannot_be() -> None:
-    with pytest.raises(TypeError, match="no type of JSON values"):
+    with pytest.raises(TypeError, match="not a type of JSON values"):
         P.Output(json_schema=FakeEngine)
     with pytest.raises(ValueError, match="exclude each other"):
         P.Output(choices=["a"], regex="a")

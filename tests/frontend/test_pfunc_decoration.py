@@ -173,7 +173,7 @@ def default_of_an_output(x: P.Input, y: P.Output = "y"):
         (unknown_placeholder, "`z`"),
         (adjacent_outputs, "`y` and `z` are adjacent"),
         (filled_twice, "`y` is filled twice"),
-        (output_first, "`y` is at the very beginning"),
+        (output_first, "`y` is at the start of the prompt"),
         (output_nowhere, "`y` has no place"),
         (any_arguments, "args"),
         (any_keywords, "kwargs"),

@@ -61,7 +61,7 @@ def no_place(
         (spaces, "write {{topic}}", 1, "{{ topic }}"),
         (filled_twice, "`joke` is filled twice", 3, "{{joke}}"),
         (adjacent, "`joke` and `why` are adjacent", 1, "{{why}}"),
-        (output_first, "`joke` is at the very beginning", 1, "{{joke}}"),
+        (output_first, "`joke` is at the start of the prompt", 1, "{{joke}}"),
         (no_place, "output `joke` has no place in the template: write {{joke}}", 2, "joke"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

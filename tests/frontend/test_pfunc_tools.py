@@ -325,7 +325,10 @@ class TestAgent:
 
     def test_turns_are_bounded(self, vm: P.VirtualMachine, engine: FakeEngine) -> None:
         engine.script = Script(text=lambda _: called("weather", city="Oslo"))
-        with vm.running_scope(), pytest.raises(P.MaxTurnsExceeded, match="3 turns, with 3 calls"):
+        with (
+            vm.running_scope(),
+            pytest.raises(P.MaxTurnsExceeded, match="3 turns with 3 tool calls"),
+        ):
             P.Agent([weather], max_turns=3).run("x")
         assert len(engine.prompts) == 3
 
@@ -342,7 +345,7 @@ class TestAgent:
                 agent.run("y")
             with pytest.raises(InvalidRequest, match="the last run of a chat"):
                 agent.run("z", after=agent.stream("w"))
-        with vm.running_scope(), pytest.raises(InvalidRequest, match="of another session"):
+        with vm.running_scope(), pytest.raises(InvalidRequest, match="belongs to another session"):
             agent.run("z", after=run)
         assert engine.requests[0].sampling_config.grammar is None
 
@@ -358,7 +361,7 @@ class TestAgent:
         assert all(not ("first" in p and "second" in p) for p in engine.prompts)
 
     def test_what_is_no_agent(self) -> None:
-        with pytest.raises(TypeError, match="no tool"):
+        with pytest.raises(TypeError, match="not a tool"):
             P.Agent([test_calls_that_cannot_be_read])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="same name"):
             P.Agent([weather, weather])

@@ -23,8 +23,8 @@ _TIMES = {
     "e2el_ms": "E2E",
 }
 CAPTION = (
-    "In ms, of what is read: until the first token (TTFT), for each further one (TPOT), between "
-    "pieces of the stream (ITL), until all is done (E2E)."
+    "In ms, for outputs that the program reads: time to the first token (TTFT), per further token "
+    "(TPOT), between chunks of the stream (ITL), and until the end (E2E)."
 )
 _ERRORS_SHOWN = 3
 

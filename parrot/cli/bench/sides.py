@@ -15,7 +15,7 @@ from parrot.protocol.serve_client import ServeClient
 VARIABLES, OPENAI = "variables", "OpenAI API"
 _SHORT, _LONG = 16, len(COMMON_WORDS)
 _PROBE_S = 10.0
-_CHAT = "if it has chat completions only: --chat"
+_CHAT = "use --chat if the server has chat completions only"
 
 
 class CannotMeasure(Exception):
@@ -34,7 +34,7 @@ class Address:
 
     def refuses(self, error: ParrotError, advice: str) -> CannotMeasure:
         if error.message.startswith(("HTTP 401", "HTTP 403")):
-            advice = f"give its key by {self.key_option}"
+            advice = f"set its key with {self.key_option}"
         return CannotMeasure(f"{self.url} refuses a request: {error.message}; {advice}")
 
 
@@ -131,13 +131,13 @@ async def _model(http: HttpClient, address: Address) -> str:
             "elsewhere"
         ) from None
     except ParrotError as error:
-        advice = "is it a server of OpenAI's API? Its address usually ends in /v1"
+        advice = "is it a server with OpenAI's API? Its address usually ends in /v1"
         raise address.refuses(error, advice) from None
     except (KeyError, TypeError):
-        raise CannotMeasure(f"{address.url} is no server of OpenAI's API") from None
+        raise CannotMeasure(f"{address.url} is not a server with OpenAI's API") from None
     if not served:
         raise CannotMeasure(
-            f"{address.url} serves no model as yet; `parrot top` shows a ServeCore's engines"
+            f"{address.url} serves no model yet; `parrot top` shows a ServeCore's engines"
         )
     if address.model is not None and address.model not in served:
         raise CannotMeasure(
@@ -161,7 +161,7 @@ async def _tried(
             notes.append("the server does not know `ignore_eos`: its outputs may be shorter")
         many = await _prompt_tokens(target, _LONG)
     except ParrotError as error:
-        advice = "its log may say more" if target.is_chat else _CHAT
+        advice = "see the server's log" if target.is_chat else _CHAT
         raise address.refuses(error, advice) from None
     if few is None or many is None or many <= few:
         notes.append("the server does not count tokens: lengths are words")

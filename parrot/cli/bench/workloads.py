@@ -127,7 +127,7 @@ def parse_load(
         if option not in named.options:
             own = ", ".join(f"--{known}" for known in named.options)
             raise ValueError(
-                f"--{option} is nothing that {name} has; of such options it has {own}, and "
+                f"--{option} is no option of {name}, which has {own}; "
                 f"--workload {name}:KEY=VALUE sets {', '.join(named.workload.parameters())}"
             )
         changes[named.options[option]] = str(value)

@@ -193,7 +193,7 @@ class GrammarCompiler:
         # The first mask takes longest, so this thread computes it. An empty mask means that no text
         # matches the grammar.
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_stopped():
-            raise _wrong(field, matcher.get_error() or "there is no such text")
+            raise _wrong(field, matcher.get_error() or "no text matches it")
         return _Lexer(matcher, WeakSet(), time.perf_counter() - began)
 
 

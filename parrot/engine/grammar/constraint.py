@@ -68,7 +68,7 @@ class Constraint:
     def resume(self, token_ids: Sequence[int]) -> None:
         """Consume a prefix of the output. Raises `InvalidRequest` if the grammar rejects it."""
         if not self._matcher.consume_tokens(list(token_ids)):
-            raise self._fail("the text so far is not the beginning of such an output")
+            raise self._fail("the text so far is not a prefix of a valid output")
         self._is_stopped = self._matcher.is_stopped()
 
     def take(self, place: int, token_id: int) -> None:
@@ -88,7 +88,7 @@ class Constraint:
             if not self._is_stopped:
                 if not self._matcher.consume_token(token_id):
                     reason = self._matcher.get_error()
-                    raise self._fail(reason or f"token {token_id} cannot be taken")
+                    raise self._fail(reason or f"token {token_id} is not allowed")
                 self._is_stopped = self._matcher.is_stopped()
             self._num_taken += 1
 

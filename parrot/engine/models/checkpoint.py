@@ -152,7 +152,7 @@ class Checkpoint:
         if tuple(tensor.shape) != expected:
             raise ConfigError(
                 f"{self.source}: tensor {plan.source!r} has shape {list(tensor.shape)}, "
-                f"the configuration wants {list(expected)}"
+                f"but the configuration requires {list(expected)}"
             )
 
 

@@ -258,7 +258,7 @@ class CudaRunner:
         work = self.planner.plan(inputs.versions, inputs.step, inputs.rows)
         sources = None
         if inputs.pending:
-            assert isinstance(previous, Launched), "tokens are pending of no step"
+            assert isinstance(previous, Launched), "pending tokens without a previous step"
             sources = previous.tokens_of(inputs.pending)
         landing, due = self._landings[0], self._attention.due
         self._landings.reverse()

@@ -102,7 +102,7 @@ def _schema_of(kind: Any) -> dict[str, Any]:
         schema = _closed(TypeAdapter(kind).json_schema())
     except PydanticUserError as error:
         problem = error.message.partition(". ")[0]
-        raise TypeError(f"{kind!r} is no type of JSON values: {problem}") from None
+        raise TypeError(f"{kind!r} is not a type of JSON values: {problem}") from None
     return schema
 
 
@@ -174,7 +174,7 @@ def returned_outputs(annotation: Any, pyfunc: Callable[..., Any]) -> list[Output
     given = [one for one in options if isinstance(one, Output | SamplingConfig)]
     kinds = get_args(returned.kind) if get_origin(returned.kind) is tuple else (returned.kind,)
     if len(given) > 1 or (given and len(kinds) > 1):
-        raise ValueError("P.Returns takes the options of one output, for one output")
+        raise ValueError("options of P.Returns need exactly one output")
     return [_typed_output(kind, given[0] if given else Output()) for kind in kinds]
 
 
@@ -186,7 +186,7 @@ def _typed_output(kind: Any, options: Output | SamplingConfig) -> Output:
         return options
     sampling = options.sampling_config
     if any(getattr(sampling, name) is not None for name in CONSTRAINTS):
-        raise ValueError(f"P.Returns[{kind!r}] says what the output is: its options must not")
+        raise ValueError(f"P.Returns[{kind!r}] constrains the output: its options must not")
     if get_origin(kind) is not Literal:
         return Output(sampling, json_schema=kind)
     choices = get_args(kind)

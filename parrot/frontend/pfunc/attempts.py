@@ -55,11 +55,18 @@ class Attempts:
             raise TypeError(f"the fallback must be a function of Parrot, not {self.fallback!r}")
         other = self.fallback
         if len(other.outputs) != len(func.outputs):
-            raise ValueError(f"the fallback `{other.name}` has another number of outputs")
+            raise ValueError(
+                f"fallback `{other.name}` has {_outputs(other)}, but `{func.name}` has "
+                f"{_outputs(func)}; both must match"
+            )
         for param in other.inputs:
             if param.is_required and param.name not in func.params_map:
                 problem = f"the fallback `{other.name}` needs `{param.name}`"
                 raise ValueError(f"{problem}, which `{func.name}` has not")
+
+
+def _outputs(func: Signature) -> str:
+    return f"{(number := len(func.outputs))} output{'s' * (number != 1)}"
 
 
 def may_succeed_again(error: ParrotError) -> bool:

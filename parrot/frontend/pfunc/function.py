@@ -109,7 +109,7 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
         """A copy of the function with other options of `@P.semantic_function`. None keeps an
         option. `f.with_options(retries=2)(...)` changes the options of one call."""
         if "remove_pure_fill" in metadata:
-            raise TypeError("`remove_pure_fill` is of a function's definition")
+            raise TypeError("`remove_pure_fill` can be set only in the definition of a function")
         parsed = parse_metadata(SemanticFuncMetadata, metadata)
         new = self.with_metadata(**{name: getattr(parsed, name) for name in metadata})
         old = self.attempts

@@ -47,9 +47,9 @@ class Parameter:
         if self.is_output and self.default is not inspect.Parameter.empty:
             raise ValueError(f"output `{self.name}` cannot have a default value")
         if not self.is_output and self.sampling_config is not None:
-            raise ValueError(f"`{self.name}` is no output, it cannot have a sampling_config")
+            raise ValueError(f"`{self.name}` is not an output and cannot have a sampling_config")
         if not self.is_output and self.model is not None:
-            raise ValueError(f"`{self.name}` is no output, it cannot have a model")
+            raise ValueError(f"`{self.name}` is not an output and cannot have a model")
 
     @property
     def is_output(self) -> bool:
@@ -144,7 +144,10 @@ def check_body(body: Sequence[FuncBodyPiece], params: Iterable[Parameter]) -> No
     places = _output_places(body)
     if places and places[0].idx == 0:
         name = places[0].param.name
-        raise wrong(f"output `{name}` is at the very beginning: nothing to go on", places[0])
+        raise wrong(
+            f"output `{name}` is at the start of the prompt: there must be text before it",
+            places[0],
+        )
     for before, place in pairwise(places):
         if place.idx == before.idx + 1:
             names = f"`{before.param.name}` and `{place.param.name}`"

@@ -98,7 +98,7 @@ def semantic_function(
     def decorate(pyfunc: Callable[..., Any]) -> SemanticFunction:
         name = _name_of(pyfunc)
         if not pyfunc.__doc__:
-            raise ValueError(f"`{name}` has no docstring, which is to be its prompt")
+            raise ValueError(f"`{name}` has no docstring: the docstring is the prompt")
         try:
             params = _semantic_parameters(pyfunc, pyfunc.__doc__)
             func = SemanticFunction(name, params, pyfunc.__doc__, try_register, **metadata)

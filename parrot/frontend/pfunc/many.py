@@ -356,7 +356,7 @@ def _split(
     pending = [var for var in variables if not var.is_ready]
     sessions = {var.live_session() for var in pending}
     if len(sessions) > 1:
-        raise InvalidRequest("the variables are of different sessions")
+        raise InvalidRequest("the variables belong to different sessions")
     return sessions.pop() if sessions else None, pending, [v for v in variables if v.is_ready]
 
 

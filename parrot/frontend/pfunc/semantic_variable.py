@@ -194,7 +194,7 @@ class SemanticVariable(Generic[Value]):
         try:
             return cast("Value", TypeAdapter(self.model).validate_json(self._content))
         except ValidationError as error:
-            cut = ", since it was cut at its greatest length" * (self.finish_reason == "length")
+            cut = ", because it was cut at max_gen_length" * (self.finish_reason == "length")
             first = error.errors(include_url=False, include_input=False)[0]
             name = getattr(self.model, "__name__", self.model)
             raise ValidationFailed(

@@ -205,7 +205,7 @@ class VirtualMachine:
             raise ImportError(f"cannot import `{function_name}` from `{module_path}`")
         if not isinstance(func, BasicFunction):
             raise ValueError(
-                f"`{function_name}` of `{module_path}` is no semantic or native function"
+                f"`{function_name}` of `{module_path}` is not a semantic or native function"
             )
         return func
 
@@ -270,7 +270,7 @@ class VirtualMachine:
 def _mapped_input(func: BasicFunction, constants: Mapping[str, Any]) -> str:
     name = next((param.name for param in func.inputs if param.name not in constants), None)
     if name is None:
-        raise TypeError(f"{func.name}() has no input that is not given to all its calls")
+        raise TypeError(f"{func.name}() needs an input that is not among the constants")
     return name
 
 

@@ -169,7 +169,7 @@ def test_an_output_continues_after_the_delivered_tokens() -> None:
     constraint = asyncio.run(COMPILER.constraint(sampling, ids))
     assert constraint is not None
     write(constraint, 'ë", "age": 1}')
-    with pytest.raises(InvalidRequest, match="not the beginning"):
+    with pytest.raises(InvalidRequest, match="not a prefix"):
         asyncio.run(COMPILER.constraint(sampling, TOKENIZER.encode("[").ids))
 
 

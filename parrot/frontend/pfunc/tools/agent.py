@@ -58,7 +58,7 @@ class Agent:
         numbers below 1 or options that exclude each other."""
         for tool in tools:
             if not isinstance(tool, Tool):
-                raise TypeError(f"{tool!r} is no tool: make it one, with @P.tool")
+                raise TypeError(f"{tool!r} is not a tool: decorate it with @P.tool")
         self.tools = {tool.name: tool for tool in tools}
         if len(self.tools) < len(tools):
             raise ValueError("two tools have the same name")
@@ -187,7 +187,7 @@ class AgentRun:
         """The function of the next turn."""
         if self.num_turns == self._agent.max_turns:
             raise MaxTurnsExceeded(
-                f"no answer in {self.num_turns} turns, with {len(self.calls)} calls of tools"
+                f"no answer in {self.num_turns} turns with {len(self.calls)} tool calls"
             )
         if self.num_turns == 0:
             self._enter_chat()
@@ -198,9 +198,11 @@ class AgentRun:
         if (after := self._after) is not None:
             session = current_session.get()
             if not after.is_done or after is not self._runs[-1]:
-                raise InvalidRequest("only the last run of a chat can be gone on with, at its end")
+                raise InvalidRequest(
+                    "only the last run of a chat can be continued, after it has finished"
+                )
             if session is None or self._next not in session.contexts:
-                raise InvalidRequest("the run to go on with is of another session")
+                raise InvalidRequest("the run to continue belongs to another session")
         self._runs.append(self)
 
     def _called(self, var: SemanticVariable[str]) -> list[ToolCall]:

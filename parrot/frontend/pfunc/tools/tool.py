@@ -45,7 +45,7 @@ class Tool(Generic[Given, Result]):
         self.pyfunc = pyfunc
         self.name = name or str(getattr(pyfunc, "__name__", ""))
         if not _NAME.fullmatch(self.name):
-            raise ValueError(f"`{self.name}` cannot be the name of a tool: give it one, `name=`")
+            raise ValueError(f"`{self.name}` cannot be the name of a tool: set `name=`")
         if max_chars < 1:
             raise ValueError(f"tool `{self.name}`: max_chars must be at least 1")
         if not 0 < timeout < inf:
