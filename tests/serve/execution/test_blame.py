@@ -119,6 +119,19 @@ async def test_a_call_is_not_blamed_for_unreachable_engines(world: World, is_rea
         assert [await call.output.wait() for call in (first, second)] == ["ab", "ab"]
 
 
+async def test_an_unreachable_engine_is_not_one_of_the_crashes_that_end_a_call(
+    world: World,
+) -> None:
+    completion = world.submit("Go")
+    dead = fake_engine("dead", script=Script(error=Unreachable("connection refused")))
+    dead.ping_error = Unavailable("gone")
+    for engine in (dead, crashing("e1"), crashing("e2")):
+        await world.join(engine)
+        await world.clock.advance(1)
+    await world.join(fake_engine("good", script=Script(text=lambda _: "ab")))
+    assert await completion.output.wait() == "ab"
+
+
 async def test_a_call_is_not_blamed_for_engines_that_died_together(world: World) -> None:
     """Behind a proxy, a connection to a dead engine is accepted and then broken."""
     names = ("one", "two", "three", "four")
