@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def measured(folder: Path, *args: str) -> tuple[str, dict[str, Any]]:
-    """The output of the command and the contents of its file."""
+    """Run the command, and return its output and the contents of its result file."""
     path = folder / "figures.json"
     result = parrot("bench", *args, "--output", str(path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -66,9 +66,7 @@ def small(name: str) -> str:
     return f"{name}:{changes[name]}" if name in changes else name
 
 
-def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_requests_have_the_configured_lengths_and_prefix(cluster: Cluster, tmp_path: Path) -> None:
     lengths = ["--prompt_tokens", "400", "--prefix_tokens", "300", "--output_tokens", "16"]
     shown, report = measured(
         tmp_path,
@@ -98,7 +96,7 @@ def test_requests_have_the_lengths_and_the_prefix_that_were_asked_for(
 def test_an_application_runs_by_variables_and_by_plain_calls(
     cluster: Cluster, tmp_path: Path, name: str
 ) -> None:
-    # ServeCore runs equal calls once. These seeds give no equal texts in the whole file.
+    # ServeCore runs equal calls only once. With these seeds, no texts in this file are equal.
     seed = str(list(WORKLOADS).index(name))
     shown, report = measured(tmp_path, cluster.core_url, "--workload", small(name), "--seed", seed)
     variables, plain = report["results"]
@@ -142,7 +140,7 @@ def test_a_seed_gives_the_same_requests_at_the_same_times(tmp_path: Path) -> Non
     assert prompts[0] == prompts[1]
 
 
-async def test_no_more_run_at_once_than_was_asked_for() -> None:
+async def test_the_concurrency_is_limited() -> None:
     running, most = 0, 0
 
     async def run(program: Program) -> None:
@@ -187,7 +185,7 @@ async def test_the_first_graph_opens_the_session(cluster: Cluster, is_prepared: 
     assert [usage.output_tokens for usage in program.account.usages] == [3, 3]
 
 
-async def test_candidates_that_lost_are_hung_up() -> None:
+async def test_losing_candidates_are_disconnected() -> None:
     answer = Fault(200, {"choices": [{"text": "a"}]})
     fake = FakeOpenAI(hold=asyncio.Event(), faults=[answer])
     async with serve_app(fake.app()) as url:
@@ -204,7 +202,7 @@ async def test_candidates_that_lost_are_hung_up() -> None:
 
 
 def counted(num_words: int) -> Fault:
-    """The answer to one of the two requests that find out how many tokens a word has."""
+    """Return an answer to one of the two requests that measure the number of tokens per word."""
     usage = {"prompt_tokens": num_words, "completion_tokens": 1}
     return Fault(200, {"choices": [{"text": "a"}], "usage": usage})
 
@@ -212,7 +210,7 @@ def counted(num_words: int) -> Fault:
 TRIED = [counted(16), counted(300)]
 
 
-def test_failures_are_counted_and_told(tmp_path: Path) -> None:
+def test_failures_are_counted_and_reported(tmp_path: Path) -> None:
     error = {"error": {"message": "out of memory", "code": 500}}
     broken = [Fault(500, error), Fault(200, error, after_chunks=1), Fault(200, after_chunks=1)]
     fake = FakeOpenAI(reply=WORDS, faults=[*TRIED, *broken])
@@ -235,7 +233,7 @@ def test_a_request_that_takes_too_long_has_failed() -> None:
     assert "no answer within 0.3 s" in said
 
 
-async def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
+async def test_ctrl_c_shows_the_results_so_far(tmp_path: Path) -> None:
     fake = FakeOpenAI(reply=WORDS)
     path = tmp_path / "f.json"
     async with serve_app(fake.app()) as url:
@@ -245,7 +243,7 @@ async def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
             stdout=asyncio.subprocess.PIPE,
         )
         try:
-            await fake.wait_for_requests(4)  # one has ended, since they come one by one
+            await fake.wait_for_requests(4)  # one has ended, since requests are sent one by one
         finally:
             bench.send_signal(signal.SIGINT)
             out, _ = await bench.communicate()
@@ -259,7 +257,7 @@ async def test_ctrl_c_shows_what_there_is(tmp_path: Path) -> None:
     assert b"not finished" in out
 
 
-def test_a_server_that_knows_less_is_measured_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_server_with_fewer_features_is_measured(tmp_path: Path) -> None:
     refusal = {"error": {"message": "unknown field: ignore_eos"}}
     fake = FakeOpenAI(reply=WORDS, counts_in_streams=False, faults=[Fault(400, refusal)])
     with running_in_thread(fake.app()) as url:
@@ -271,7 +269,7 @@ def test_a_server_that_knows_less_is_measured_as_far_as_it_goes(tmp_path: Path) 
     assert not any("ignore_eos" in body for body in fake.bodies[1:])
 
 
-def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+def test_errors_for_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     url = cluster.core_url
     nobody = f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
     for args, advice in (
@@ -295,7 +293,7 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
         assert advice in failed("bench", *args)
 
 
-def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
+def test_servers_without_openais_api_are_reported(tmp_path: Path) -> None:
     for fake, advice in (
         (FakeOpenAI(models=()), "serves no model yet"),
         (FakeOpenAI(models_status=404), "Its address usually ends in /v1"),
@@ -306,14 +304,14 @@ def test_servers_that_are_none_of_openais_are_told(tmp_path: Path) -> None:
             assert advice in failed("bench", url)
 
 
-def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
+def test_missing_keys_are_reported_and_given_keys_are_used(tmp_path: Path) -> None:
     with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
         args = ("bench", cluster.core_url, "--workload", "map_reduce", "--num_requests", "1")
         assert "--api-key, or PARROT_KEY" in failed(*args)
         assert parrot(*args, PARROT_KEY="k1").returncode == 0
 
 
-def test_a_service_without_an_engine_is_told() -> None:
+def test_a_service_without_an_engine_is_reported() -> None:
     with Cluster(engines=[]) as cluster:
         args = ("bench", cluster.core_url, "--workload", "chain")
         assert "no engine serves a model" in failed(*args)
@@ -325,7 +323,8 @@ SHARING = ["requests:prefix=100", "roots4", "map_reduce", "multi_agent"]
 def on_two_servers(
     folder: Path, *args: str
 ) -> tuple[list[list[str]], list[list[str]], list[dict[str, Any]]]:
-    """The words of each prompt that a server received, in order, and the figures of both sides."""
+    """Run the command on two servers. Returns the words of each received prompt in order, and the
+    figures of both servers."""
     first, second = FakeOpenAI(reply=WORDS), FakeOpenAI(reply=WORDS)
     with running_in_thread(first.app()) as url, running_in_thread(second.app()) as other:
         _, report = measured(folder, url, "--against", other, "--concurrency", "1", *args)
@@ -337,9 +336,7 @@ def on_two_servers(
 
 
 @pytest.mark.parametrize("name", SHARING)
-def test_the_second_side_finds_nothing_of_the_first_in_a_cache_that_both_use(
-    tmp_path: Path, name: str
-) -> None:
+def test_the_second_side_does_not_reuse_the_cache_of_the_first(tmp_path: Path, name: str) -> None:
     args = ("--workload", small(name), "--num_requests", "2", "--repeat", "2", "--seed", "2")
     ours, theirs, _ = on_two_servers(tmp_path, *args)
     assert len(ours) == len(theirs) > 1

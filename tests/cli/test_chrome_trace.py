@@ -50,7 +50,7 @@ def test_a_chain() -> None:
     ]
 
 
-def test_what_still_runs_lasts_until_now() -> None:
+def test_running_calls_last_until_now() -> None:
     (event, *_) = chrome_trace(session([call(1, started_s=40.0)]))["traceEvents"]
     assert (event["ts"], event["dur"]) == (40_000_000, 60_000_000)
 

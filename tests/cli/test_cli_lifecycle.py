@@ -32,9 +32,9 @@ FAST, SLOW = {"step_s": 0.001}, {"step_s": 0.5}
 
 @pytest.fixture
 def mark(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """An environment by which every process of a test is found; none may be left at its end."""
+    """An environment that marks all processes of a test. None may remain at its end."""
     name = f"PARROT_TEST_{uuid.uuid4().hex}"
-    env = {**os.environ, name: "1", "TMPDIR": str(tmp_path)}  # who is killed leaves its logs
+    env = {**os.environ, name: "1", "TMPDIR": str(tmp_path)}  # a killed process leaves its logs
     yield env
     all_ended = eventually(lambda: not pids_of("", env))
     left = pids_of("", env)
@@ -44,7 +44,7 @@ def mark(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 
 def pids_of(module: str, env: dict[str, str]) -> list[int]:
-    """The processes of this test, by their module."""
+    """Return the processes of this test by module."""
     name = next(key for key in env if key.startswith("PARROT_TEST_"))
     found = []
     for proc in Path("/proc").glob("[0-9]*"):
@@ -140,7 +140,7 @@ def test_demo_loses_its_engine(mark: dict[str, str], tmp_path: Path) -> None:
     assert "Traceback" not in demo.output
 
 
-def test_demo_whose_engine_cannot_start(mark: dict[str, str], tmp_path: Path) -> None:
+def test_demo_with_an_engine_that_cannot_start(mark: dict[str, str], tmp_path: Path) -> None:
     demo = start_demo(mark, tmp_path, FAST, dtype="float8")
     assert demo.end() == 1
     assert "error: engine-0: " in demo.output
@@ -151,7 +151,7 @@ def test_demo_whose_engine_cannot_start(mark: dict[str, str], tmp_path: Path) ->
 
 @pytest.fixture
 def configs(tmp_path: Path) -> tuple[list[str], int]:
-    """A core and two engines on free ports, and the core's port."""
+    """Write configs of a core and two engines on free ports. Returns them and the core's port."""
     taken: set[int] = set()
     core = tmp_path / "core.json"
     core.write_text(json.dumps({"port": free_port("localhost", taken)}))

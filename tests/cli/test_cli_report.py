@@ -66,7 +66,7 @@ def test_table_has_a_row_per_call_and_the_total() -> None:
     assert re.findall(r"[\d.]+", row)[1:] == ["0", "0.25", "11", "90", "30", "5.25"]
     total = next(line for line in text.splitlines() if "whole job" in line)
     assert re.findall(r"[\d.]+", total) == ["4", "44", "690", "120", "12.34"]
-    assert "…" not in text, "it fits 80 columns"
+    assert "…" not in text, "the table fits 80 columns"
 
 
 def test_rows_are_in_order_of_finishing_and_unfinished_calls_last() -> None:
@@ -76,7 +76,7 @@ def test_rows_are_in_order_of_finishing_and_unfinished_calls_last() -> None:
     assert "running" in rendered(calls_table(info, 1.0))
 
 
-def test_outputs_are_named_where_a_call_has_several() -> None:
+def test_outputs_of_a_call_with_several_are_named() -> None:
     info = session(call(1, output="joke"), call(1, output="why"), call(2))
     text = rendered(calls_table(info, 1.0))
     assert "summarize 1 → joke" in text
@@ -110,7 +110,7 @@ def test_a_picture_has_a_box_for_each_call_and_an_arrow_for_each_variable(tmp_pa
         assert 0 < x < x + float(box.attrib["width"]) < width
         assert 0 < y < y + float(box.attrib["height"]) < height
     to_the_last = [arrow.attrib["d"].rpartition(" ")[2] for arrow in arrows]
-    assert len(set(to_the_last)) == 1, "all end at one box"
+    assert len(set(to_the_last)) == 1, "all arrows end at one box"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_a_picture_has_a_box_for_each_call_and_an_arrow_for_each_variable(tmp_pa
         session(call(0), edges=[GraphEdge(source="unknown", target="v0", variable="x")]),
     ],
 )
-def test_odd_sessions_are_drawn_too(tmp_path: Path, info: SessionInfo) -> None:
+def test_unusual_sessions_are_drawn(tmp_path: Path, info: SessionInfo) -> None:
     draw_session(info, "", tmp_path / "graph.svg")
     ElementTree.parse(tmp_path / "graph.svg")
 

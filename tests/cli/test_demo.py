@@ -1,4 +1,4 @@
-"""The demo splits a text into parts and chooses its document."""
+"""How the demo splits a text into parts and chooses its document."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def test_documents_without_text_end_the_command(
     assert message in capsys.readouterr().err
 
 
-def test_a_directory_is_no_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         read_document(tmp_path)
     assert "error:" in capsys.readouterr().err

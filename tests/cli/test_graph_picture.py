@@ -12,7 +12,7 @@ Edges = list[tuple[int, int]]
 
 
 def crossings(result: Layout[int]) -> int:
-    """The number of crossings, computed from all pairs of drawn segments."""
+    """Count the crossings of all pairs of drawn segments."""
     segments = [pair for path in result.paths.values() for pair in pairwise(path)]
     return sum(
         a[0][0] == b[0][0] and (a[0][1] - b[0][1]) * (a[1][1] - b[1][1]) < 0
@@ -23,7 +23,7 @@ def crossings(result: Layout[int]) -> int:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[int], Edges]:
-    """Graphs whose edges go from smaller to larger numbers, so they have no cycle."""
+    """Draw graphs whose edges go from smaller to larger numbers, so they have no cycle."""
     num_nodes = draw(st.integers(1, 12))
     pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
     edges = draw(st.lists(st.sampled_from(pairs), max_size=24)) if pairs else []
@@ -31,7 +31,7 @@ def graphs(draw: st.DrawFn) -> tuple[list[int], Edges]:
 
 
 @given(graphs())
-def test_what_every_layout_holds(graph: tuple[list[int], Edges]) -> None:
+def test_every_layout_is_valid(graph: tuple[list[int], Edges]) -> None:
     nodes, edges = graph
     result = layout(nodes, edges)
     assert set(result.places) == set(nodes)
@@ -41,7 +41,7 @@ def test_what_every_layout_holds(graph: tuple[list[int], Edges]) -> None:
         assert path[-1] == result.places[target]
         assert all(b[0] - a[0] == 1 for a, b in pairwise(path)), "one column at a time"
     taken = [*result.places.values(), *(p for path in result.paths.values() for p in path[1:-1])]
-    assert len(set(taken)) == len(taken), "no two things in one place"
+    assert len(set(taken)) == len(taken), "no two items at the same place"
 
 
 @given(graphs())

@@ -92,7 +92,7 @@ def test_each_command_has_help(command: str) -> None:
     assert "--help" in result.output
 
 
-def test_ping_shows_engines_to_whoever_names_the_config(
+def test_ping_shows_engines_if_the_config_is_given(
     core: ThreadingHTTPServer, tmp_path: Path
 ) -> None:
     config = tmp_path / "core.json"
@@ -104,7 +104,7 @@ def test_ping_shows_engines_to_whoever_names_the_config(
     assert "Bearer secret" in core.RequestHandlerClass.credentials
 
 
-def test_ping_sends_no_token_unasked_and_says_what_is_served(core: ThreadingHTTPServer) -> None:
+def test_ping_sends_no_token_by_default_and_shows_the_models(core: ThreadingHTTPServer) -> None:
     handler = core.RequestHandlerClass
     handler.answers["/ready"] = (200, {"num_queued": None, "engines": None})
     result = parrot("ping", "--core", url(core))
@@ -144,7 +144,7 @@ def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:
 
 
 @pytest.mark.parametrize("address", ["ftp://x", "http://:80", "http://localhost:notaport"])
-def test_a_wrong_address_is_said(address: str) -> None:
+def test_a_wrong_address_is_reported(address: str) -> None:
     result = parrot("ping", "--core", address)
     assert result.returncode == 1
     assert f"not an http address: {address}" in result.stderr
@@ -171,7 +171,7 @@ def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:
     assert "--embedded starts one" in result.stderr
 
 
-def test_launch_names_what_is_wrong(tmp_path: Path) -> None:
+def test_launch_names_errors(tmp_path: Path) -> None:
     config = tmp_path / "engine.json"
     config.write_text('{"engine_type": "sim", "hots": "x"}')
     result = parrot("launch", str(config))
@@ -190,7 +190,7 @@ def test_an_inventory_of_machines_is_refused(tmp_path: Path, options: list[str])
     assert "docs/deployment.md" in result.stderr
 
 
-def test_demo_looks_at_its_file_first(tmp_path: Path) -> None:
+def test_demo_checks_its_file_first(tmp_path: Path) -> None:
     result = parrot("demo", str(tmp_path / "none.txt"), "--output_dir", str(tmp_path / "out"))
     assert result.returncode == 1
     assert "none.txt: No such file or directory" in result.stderr

@@ -18,7 +18,7 @@ COSTS = Path(__file__).parents[2] / "sample_configs" / "engine" / "sim_llama_3_1
 
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve chains of three calls on one engine."""
+    """Record 12 chains of 3 calls on one engine."""
     path = tmp_path_factory.mktemp("traces") / "trace.jsonl"
 
     async def chain(cluster: SimCluster, n: int) -> None:
@@ -49,7 +49,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_it_shows_what_was_and_what_would_have_been(trace: Path, tmp_path: Path):
+def test_the_recorded_and_the_simulated_figures_are_shown(trace: Path, tmp_path: Path):
     output = tmp_path / "out.json"
     options = ["--against", "engines=4", "--against", "policy=fcfs,kv_tokens=2000"]
     costs = ["--engine_config", str(COSTS), "--output", str(output)]
@@ -85,7 +85,7 @@ def test_wrong_settings_are_named(trace: Path, options: list[str], message: str)
     assert message in result.output
 
 
-def test_what_is_no_trace_is_an_error():
+def test_invalid_traces_are_errors():
     result = CliRunner().invoke(app, ["simulate", __file__])
     assert result.exit_code == 1
     assert "error" in result.output

@@ -78,7 +78,9 @@ def test_folders_and_files_are_models(tmp_path: Path, monkeypatch: pytest.Monkey
         ("./org/name", "no such model"),
     ],
 )
-def test_what_is_no_model_says_what_would_be(tmp_path: Path, model: str, message: str) -> None:
+def test_the_error_for_an_invalid_model_names_valid_ones(
+    tmp_path: Path, model: str, message: str
+) -> None:
     (tmp_path / "a.bin").touch()
     (tmp_path / "launch.json").write_text('{"engines": []}')
     with pytest.raises(ConfigError) as raised:
@@ -104,7 +106,7 @@ def test_engines_that_divide_a_model_have_several_gpus_each() -> None:
         plan_engines("org/name", replace(ANY, tensor_parallel=4), {}, 2)
 
 
-def test_only_gpus_that_cuda_would_offer() -> None:
+def test_only_gpus_that_cuda_shows_are_used() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}) == 2
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == 0
@@ -132,7 +134,7 @@ def test_lines_for_clients_survive_the_shell() -> None:
         (None, [agent.name for agent in CODING_AGENTS]),
     ],
 )
-def test_agents_have_a_line_where_the_context_suffices(
+def test_agents_have_a_line_if_the_context_is_long_enough(
     context: int | None, names: list[str]
 ) -> None:
     assert list(agent_lines("http://localhost:9000", "m", "any", context)) == names
@@ -210,7 +212,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert "--port takes another" in result.stderr
 
 
-def test_a_server_of_its_own_says_that_its_port_is_taken() -> None:
+def test_a_single_server_reports_that_its_port_is_taken() -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -273,7 +275,7 @@ def test_config_show(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_every_wrong_input_is_met_by_advice(
+def test_errors_for_wrong_inputs_give_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""`parrot up URL`: what it says of servers that cannot be used, and a call through one that can."""
+"""`parrot up URL`: its errors about servers that cannot be used, and calls through a server."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def test_a_server_that_cannot_be_used(fake: FakeOpenAI, message: str) -> None:
         assert url in str(raised.value)
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_a_missing_server() -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     message = failed("up", f"http://127.0.0.1:{port}")
@@ -69,8 +69,8 @@ def test_urls_and_models_do_not_mix() -> None:
 
 @contextmanager
 def up(*urls: str, log_dir: Path, printed: list[str] | None = None) -> Iterator[str]:
-    """The command in a process of its own. Yields the URL that it prints. Its output
-    is appended to `printed`."""
+    """Run the command in a separate process. Yields the URL that it prints. Its output is appended
+    to `printed`."""
     command = [sys.executable, "-m", "parrot.cli", "up", *urls, "--port", "0"]
     with subprocess.Popen(
         [*command, "--log-dir", str(log_dir)], stdout=subprocess.PIPE, text=True
@@ -112,7 +112,7 @@ def test_clients_call_the_server_through_parrot(tmp_path: Path) -> None:
     assert_printed(printed[0], "not reported by its server", has_agent=True)
 
 
-def test_what_is_known_of_the_context_is_printed(tmp_path: Path) -> None:
+def test_the_context_length_is_printed_if_known(tmp_path: Path) -> None:
     printed: list[str] = []
     with (
         running_in_thread(FakeOpenAI(max_model_len=4000).app()) as server,

@@ -41,7 +41,7 @@ def post(url: str, path: str, body: Any) -> Any:
 
 
 def run_chain(url: str) -> dict[str, Any]:
-    """A session with the outputs `joke` and `why`. Returns its scope."""
+    """Run a session with the outputs `joke` and `why`. Returns its scope."""
     scope: dict[str, Any] = post(url, "/v1/session", {"apps": ["jokes"]})
     var_id = None
     for template, output in (("Tell: {{joke}}", "joke"), ("{{joke}} since {{why}}", "why")):
@@ -82,7 +82,7 @@ def test_a_question_and_a_conversation(cluster: Cluster) -> None:
     assert "--output-dir names another folder" in listing.stderr
 
 
-def test_top_prints_what_there_is(cluster: Cluster) -> None:
+def test_top_prints_calls_and_engines(cluster: Cluster) -> None:
     scope = run_chain(cluster.core_url)
     delete(cluster.core_url, scope)
     result = parrot("top", "--core", cluster.core_url)
@@ -128,7 +128,7 @@ def test_top_shows_which_engines_drain(cluster: Cluster) -> None:
         assert state in shown.stdout, shown.stdout + shown.stderr
 
 
-def test_a_model_is_asked_for_by_its_served_name() -> None:
+def test_requests_use_the_served_model_name() -> None:
     with Cluster(engines=[SIM | {"served_model_name": "short"}]) as cluster:
         core = ("--core", cluster.core_url)
         assert "--model may be short" in failed("chat", "x", "--model", "simulated", *core)
@@ -168,7 +168,7 @@ def test_a_live_session_a_finished_and_a_recorded_one_give_the_same_graph(tmp_pa
     assert name in parrot("trace", "--file", str(file)).stdout
 
 
-def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
+def test_errors_for_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     core = ("--core", cluster.core_url)
     nobody = ("--core", f"http://127.0.0.1:{free_port('127.0.0.1', set())}")
     assert "--model may be simulated" in failed("chat", "x", "--model", "m", *core)
@@ -187,7 +187,7 @@ def test_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path) -> None:
     assert "not an http address" in failed("top", "--core", "ftp://x")
 
 
-def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
+def test_missing_keys_are_reported_and_given_keys_are_used(tmp_path: Path) -> None:
     with Cluster({"api_keys": ["k1"], "cluster_token": "t"}, [SIM]) as cluster:
         core = ("--core", cluster.core_url)
         assert "--api-key, or PARROT_KEY" in failed("chat", "x", *core)
@@ -202,7 +202,8 @@ def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
 def scripted(
     *chunks: str, model: str = "m", asked: list[dict[str, Any]] | None = None
 ) -> Iterator[str]:
-    """A server with OpenAI's API that answers with these lines. `asked` records the requests."""
+    """Run a server with OpenAI's API that answers with these lines. `asked` records the
+    requests."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -233,7 +234,7 @@ def said(text: str) -> str:
     return json.dumps({"choices": [{"delta": {"content": text}}]})
 
 
-def test_an_answer_cannot_write_elsewhere_on_the_screen() -> None:
+def test_an_answer_cannot_contain_control_sequences() -> None:
     with scripted(said("a\x1b[2J\x9bb\n"), said("ü\tc"), '{"choices": []}', "[DONE]") as url:
         result = parrot("chat", "x", "--core", url)
     assert result.stdout == "a[2Jb\nü\tc\n"
@@ -266,7 +267,7 @@ def test_the_included_model_is_introduced_once() -> None:
     assert result.stdout == "a\na\n"
 
 
-def test_a_terminal_gets_whole_words() -> None:
+def test_a_terminal_receives_complete_words() -> None:
     controller, terminal = os.openpty()
     chunks = [said("Whether "), said("it's a lo"), said("ng li"), said("ne\nor a word."), "[DONE]"]
     with scripted(*chunks) as url, os.fdopen(terminal, "w") as screen:

@@ -1,8 +1,8 @@
 """A stand-in for both servers: `python -m fake_server --config_path P [--without_core]`.
 
-Engines tell the core that they are up with POST /hello; the core lists them on /ready, dead ones
-included, as a core may for a while. Config keys steer it: `die_after_s`, `exit_code`, `stubborn`,
-`silent`, `loading`, `with_child`, `drains` (until it is asked to end twice)."""
+Engines register at the core with POST /hello. The core lists them on /ready, including dead ones,
+as a real core may for some seconds. Config keys control the server: `die_after_s`, `exit_code`,
+`stubborn`, `silent`, `loading`, `with_child`, `drains` (until the second signal)."""
 
 import itertools
 import json

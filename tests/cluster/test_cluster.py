@@ -1,4 +1,4 @@
-"""The process manager, with small fake servers: real processes, real signals, no model."""
+"""The process manager with small fake servers: real processes and signals, but no model."""
 
 import os
 import signal
@@ -65,18 +65,18 @@ def test_starts_everything_waits_for_it_and_leaves_nothing() -> None:
     assert all(is_free("127.0.0.1", port) for port in ports)
 
 
-def test_engines_learn_where_the_core_is_and_its_token(tmp_path: Path) -> None:
+def test_engines_get_the_address_and_the_token_of_the_core(tmp_path: Path) -> None:
     core = {"cluster_token": "hush"}
     with make([{"model": "x"}], core=core, log_dir=tmp_path) as cluster:
         config = cluster.configs["engine-0"]
         assert config["serve_core"]["port"] == cluster.configs["core"]["port"]
         assert (config["model"], config["engine_name"]) == ("x", "engine-0")
         assert "argv [] stdin '' token hush" in cluster.log("engine-0")
-    assert (tmp_path / "engine-0.log").exists(), "a log directory that was given is kept"
+    assert (tmp_path / "engine-0.log").exists(), "a configured log directory is kept"
     assert {path.suffix for path in tmp_path.iterdir()} == {".log"}, "a config may hold secrets"
 
 
-def test_a_hurry_ends_a_long_drain() -> None:
+def test_a_second_stop_ends_a_long_drain() -> None:
     cluster = make([{"drains": True, "drain_timeout": 1e6}])
     cluster.start()
     assert eventually(lambda: "up" in cluster.log("engine-0"))
@@ -130,7 +130,7 @@ def test_an_engine_that_never_registers_is_named() -> None:
     assert not cluster.process("core").is_alive
 
 
-def test_a_busy_port_is_said_before_anything_starts() -> None:
+def test_a_busy_port_is_reported_before_anything_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         cluster = make([{"port": port}])
@@ -152,24 +152,24 @@ def test_kill_restart_and_add() -> None:
         cluster.kill("engine-0")
         assert not engine.is_alive
         assert engine.exit_code == -signal.SIGKILL
-        assert cluster.wait_death(0) is None, "a death that was asked for is no news"
+        assert cluster.wait_death(0) is None, "a requested death is not reported"
         cluster.restart("engine-0")
         cluster.wait_ready()
         assert engine.pid != first
-        assert cluster.log("engine-0").count("argv") == 2, "the log goes on"
+        assert cluster.log("engine-0").count("argv") == 2, "the log is continued"
         name = cluster.add_engine({})
         assert name == "engine-1"
         cluster.wait_ready([name])
 
 
-def test_a_death_that_nobody_asked_for_is_reported() -> None:
+def test_an_unexpected_death_is_reported() -> None:
     with make([{"die_after_s": 1.0}]) as cluster:
         dead = cluster.wait_death(timeout_s=20)
         assert dead is cluster.process("engine-0")
         assert "engine-0 ended with exit code 7" in dead.death_message()
 
 
-def test_an_engine_that_dies_is_started_again_and_the_others_go_on() -> None:
+def test_an_engine_that_dies_is_restarted_and_others_continue() -> None:
     told: list[str] = []
     cluster = make([{"exit_code": 7}, {}])
     try:
@@ -192,7 +192,7 @@ def test_an_engine_that_dies_is_started_again_and_the_others_go_on() -> None:
     assert all("engine-0 ended with exit code 7" in message for message in told)
 
 
-def test_it_is_told_when_an_engine_serves_again() -> None:
+def test_it_is_reported_when_an_engine_serves_again() -> None:
     told: list[str] = []
     cluster = make([{"die_after_s": 1.0}, {}])
 
@@ -255,7 +255,7 @@ def test_free_ports_differ_and_are_bindable() -> None:
     assert taken == ports
 
 
-def test_asking_nobody_or_something_else() -> None:
+def test_ask_without_a_server_or_with_another_server() -> None:
     assert ask("127.0.0.1", free_port("127.0.0.1", set()), "/health") is None
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

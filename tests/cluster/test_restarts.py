@@ -15,7 +15,7 @@ def test_pauses_double_up_to_the_longest_and_each_name_has_its_own() -> None:
     assert restarts.wait_s(100.0) is None
 
 
-def test_what_has_run_for_a_minute_starts_again_soon() -> None:
+def test_the_pause_is_short_after_a_run_of_a_minute() -> None:
     restarts = Restarts(1.0, 60.0)
     for _ in range(5):
         restarts.ended("a", 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""All examples run to their end against ServeCore, with an engine that records its prompts."""
+"""All examples run completely with ServeCore and an engine that records its prompts."""
 
 import runpy
 import subprocess
@@ -13,7 +13,7 @@ from tests.support.fake_serve import FakeServe
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
 
-# calls that each sends; the text decides for the others
+# The number of calls of each example. For the other examples, it depends on the text.
 NUM_CALLS = {
     "hello_world.py": 1,
     "joke_with_explanation.py": 1,
@@ -84,7 +84,7 @@ def test_splitting_loses_nothing() -> None:
     assert split_text(" \n ") == []
 
 
-def test_without_a_cluster_an_example_says_so() -> None:
+def test_an_example_reports_a_missing_cluster() -> None:
     done = start("hello_world.py", "--core", "http://127.0.0.1:9")
     assert done.returncode == 1
     assert done.stderr.startswith("Unavailable: no answer from http://127.0.0.1:9")

@@ -76,9 +76,7 @@ def say(engine: FakeEngine, *answers: str) -> None:
 BAD, GOOD = '{"years": -1}', '{"years": 36}'
 
 
-def test_an_output_that_is_not_valid_is_asked_for_again(
-    vm: P.VirtualMachine, engine: FakeEngine
-) -> None:
+def test_an_invalid_output_is_retried(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     say(engine, "none", BAD, GOOD)
     with vm.running_scope():
         var = age("Ada")
@@ -87,9 +85,7 @@ def test_an_output_that_is_not_valid_is_asked_for_again(
     assert engine.prompts == ["Age of Ada "] * 3
 
 
-def test_dependents_chain_on_what_is_not_there_yet(
-    vm: P.VirtualMachine, engine: FakeEngine
-) -> None:
+def test_dependent_calls_chain_on_pending_outputs(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     say(engine, BAD, GOOD)
     with vm.running_scope():
         var = age("Ada")
@@ -112,7 +108,7 @@ def test_the_last_attempt_counts_as_it_is(vm: P.VirtualMachine, engine: FakeEngi
     assert engine.prompts[-1] == f"Tell {BAD} "
 
 
-def test_a_call_that_fails_is_made_again_and_its_last_error_reaches_dependents(
+def test_a_failed_call_is_retried_and_its_last_error_reaches_dependents(
     vm: P.VirtualMachine, engine: FakeEngine
 ) -> None:
     engine.script = Script(error=EngineFailed("broken"))
@@ -128,7 +124,7 @@ def test_a_call_that_fails_is_made_again_and_its_last_error_reaches_dependents(
     assert num_failed == 3
 
 
-def test_what_fails_for_good_is_not_made_again(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+def test_permanent_failures_are_not_retried(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     engine.script = Script(error=PromptTooLong("too long"))
     with vm.running_scope():
         with pytest.raises(PromptTooLong):
@@ -153,7 +149,7 @@ def test_a_fallback_follows_with_its_own_attempts(vm: P.VirtualMachine, engine: 
         assert chained("Ada").get() == Age(years=0)
 
 
-def test_a_slow_attempt_is_given_up(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+def test_a_slow_attempt_is_abandoned(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     engine.scripts = [Script(hang_after=1), Script(text=lambda _: "quick")]
     with vm.running_scope():
         told = tell.with_options(fallback=tell, attempt_timeout=0.2)("x")
@@ -162,7 +158,7 @@ def test_a_slow_attempt_is_given_up(vm: P.VirtualMachine, engine: FakeEngine) ->
     assert sorted(states) == ["cancelled", "done"]
 
 
-def test_a_slow_attempt_that_cannot_be_cancelled_is_given_up(
+def test_a_slow_attempt_that_cannot_be_cancelled_is_abandoned(
     vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def cancel(*_: Any) -> None:
@@ -195,7 +191,7 @@ def test_the_time_of_an_attempt_is_for_all_its_outputs(
     assert 30 >= limits[0] > limits[1] > 0
 
 
-def test_an_attempt_that_is_refused_is_one_that_failed(
+def test_a_rejected_attempt_counts_as_failed(
     vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusals, submit = [NoEngine("none"), NoEngine("none")], session.Session.semantic_call
@@ -225,7 +221,7 @@ def test_an_attempt_that_is_refused_is_one_that_failed(
             unasked.get(timeout=20)
 
 
-def test_feedback_goes_on_behind_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:
+def test_feedback_follows_the_output(vm: P.VirtualMachine, engine: FakeEngine) -> None:
     say(engine, BAD, "nothing", GOOD)
     asked = age.with_options(feed_back=True)
     with vm.running_scope():
@@ -271,7 +267,7 @@ def test_maps_are_one_request(engine: FakeEngine, url: str, serve: FakeServe) ->
         assert len(serve.calls) == 6
 
 
-def test_many_wait_for_none_but_those_they_need(
+def test_calls_wait_only_for_their_inputs(
     vm: P.VirtualMachine, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With few connections, reads of the program and dependent attempts do not block the attempts
@@ -352,7 +348,7 @@ def wait_for_state(vm: P.VirtualMachine, state: str) -> None:
         assert time.monotonic() < end, vm.session_info().calls
 
 
-def test_what_cannot_be_tried() -> None:
+def test_invalid_options_of_retries_and_fallbacks() -> None:
     def two(text: P.Input) -> P.Returns[tuple[str, str]]:
         """{{text}} {{a}} {{b}}"""
 
@@ -386,7 +382,7 @@ def test_what_cannot_be_tried() -> None:
     assert age.with_options(retries=0).attempts.are_many is False
 
 
-def test_contexts_are_kept_by_calls_that_are_made_once(vm: P.VirtualMachine) -> None:
+def test_only_calls_without_retries_keep_contexts(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         with pytest.raises(InvalidRequest, match="keeps no context"):
             age.invoke_statefully(age, "Ada")

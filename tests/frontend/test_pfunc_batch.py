@@ -57,9 +57,7 @@ def test_a_program_of_21_calls_is_submitted_in_one_request(
     assert len(serve.calls) == 21
 
 
-def test_the_calls_are_those_that_would_come_one_by_one(
-    vm: P.VirtualMachine, serve: FakeServe
-) -> None:
+def test_the_calls_equal_those_without_a_batch(vm: P.VirtualMachine, serve: FakeServe) -> None:
     def program() -> str:
         first = ask("x")
         mine = P.variable("mine", content="text")
@@ -84,7 +82,7 @@ def test_the_calls_are_those_that_would_come_one_by_one(
 
 
 class TestWhatNeedsAnId:
-    def test_a_read_in_the_block_sends_what_there_is(
+    def test_a_read_in_the_block_sends_the_calls_so_far(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope(), vm.batch():
@@ -130,7 +128,7 @@ class TestWhatNeedsAnId:
         assert serve.num_requests["graph"] == 2
         assert serve.num_requests["call"] == 1
 
-    def test_a_chat_with_memory_goes_on_in_order(
+    def test_a_stateful_chat_continues_in_order(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope(), vm.batch():
@@ -141,7 +139,7 @@ class TestWhatNeedsAnId:
         assert later.is_registered
 
 
-def test_a_variable_of_no_session_is_made_with_the_batch(
+def test_a_variable_without_a_session_is_created_with_the_batch(
     vm: P.VirtualMachine, serve: FakeServe
 ) -> None:
     loose, known = P.variable("loose"), P.variable("known", content="k")

@@ -62,7 +62,7 @@ async def test_ainvoke_outside_a_session() -> None:
     assert isinstance(await f.ainvoke("1", "2", 3), SemanticCall)
 
 
-def test_positions_skip_outputs_and_keywords_bind_anything() -> None:
+def test_positional_arguments_skip_outputs_and_keywords_bind_all() -> None:
     @P.semantic_function()
     def g(y: P.Output, a: P.Input, b: P.Input):
         """x {{y}} {{a}} {{b}}"""
@@ -124,18 +124,18 @@ def test_objects_are_rendered_with_str() -> None:
     assert payload_of(f(1.5, [1, "a"], None))["n"]["value"] == "None"
 
 
-def test_a_variable_with_a_value_travels_as_its_value() -> None:
+def test_a_variable_with_a_value_is_sent_as_its_value() -> None:
     known = P.variable("known", content="text")
     assert payload_of(f(known, known, known))["n"]["value"] == "text"
 
 
-def test_an_unset_variable_of_no_session_cannot_travel() -> None:
+def test_an_unset_variable_without_a_session_cannot_be_sent() -> None:
     with pytest.raises(InvalidRequest, match="has no value") as caught:
         f(P.variable("loose"), 2, 3).to_request_payload()
     assert caught.value.param == "a"
 
 
-def test_inputs_that_the_template_does_not_use_stay_here() -> None:
+def test_unused_inputs_are_not_sent() -> None:
     @P.semantic_function()
     def g(a: P.Input, unused: P.Input, y: P.Output):
         """{{a}} {{y}} {{unused}}"""
@@ -229,7 +229,7 @@ def test_native_functions_take_no_list_of_variables() -> None:
         shout([P.variable("v")])
 
 
-def test_a_variable_without_a_value_is_no_text() -> None:
+def test_a_variable_without_a_value_cannot_be_used_as_text() -> None:
     unread = P.variable("unread")
     for make_text in (str, "{}".format, lambda v: f"{v:>10}", lambda v: f"a {v}"):
         with pytest.raises(TypeError, match="`unread` has no value here yet"):

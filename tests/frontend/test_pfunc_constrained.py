@@ -58,7 +58,9 @@ def test_a_model_class_gives_objects(vm: P.VirtualMachine, engine: FakeEngine) -
 
 
 @pytest.mark.parametrize("text", ['{"name": "x"', '{"name": "x", "age": -1}', ""])
-def test_a_text_that_is_no_such_object(vm: P.VirtualMachine, engine: FakeEngine, text: str) -> None:
+def test_a_text_that_is_not_a_valid_object(
+    vm: P.VirtualMachine, engine: FakeEngine, text: str
+) -> None:
     engine.script = Script(text=lambda _: text)
     with vm.running_scope():
         var = describe("Who?")
@@ -78,7 +80,7 @@ def test_choices_and_expressions_reach_the_engine(vm: P.VirtualMachine, engine: 
     assert (second.regex, second.temperature) == ("[0-9]+", 0.0)
 
 
-def test_what_an_output_cannot_be() -> None:
+def test_invalid_constraints() -> None:
     with pytest.raises(TypeError, match="not a type of JSON values"):
         P.Output(json_schema=FakeEngine)
     with pytest.raises(ValueError, match="exclude each other"):

@@ -31,7 +31,7 @@ def test_a_docstring_becomes_a_body() -> None:
     )
 
 
-def test_help_shows_what_was_decorated() -> None:
+def test_help_shows_the_decorated_function() -> None:
     @P.semantic_function()
     def joke(topic: P.Input, joke: P.Output):
         """Tell a joke about {{topic}}: {{joke}}"""
@@ -262,7 +262,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="{"), min_size=1
 
 
 @given(st.lists(st.tuples(TEXTS, NAMES, st.booleans()), unique_by=lambda item: item[1]), TEXTS)
-def test_bodies_come_back_as_they_were(items: list[tuple[str, str, bool]], tail: str) -> None:
+def test_bodies_are_parsed_without_loss(items: list[tuple[str, str, bool]], tail: str) -> None:
     template = "".join(f"{text}{{{{{name}}}}}" for text, name, _ in items) + tail
     params = [
         Parameter(name, ParamType.OUTPUT_LOC if is_output else ParamType.INPUT_LOC)

@@ -12,7 +12,7 @@ from tests.support.fake_serve import FakeServe
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 GUIDE = (DOCS / "python.md").read_text("utf-8")
-# The part that is written by hand.
+# The part that is not generated.
 REFERENCE = (DOCS / "python_api.md").read_text("utf-8").partition("<!-- Generated")[0]
 
 
@@ -40,7 +40,7 @@ def test_the_error_tree_is_complete() -> None:
     assert {name for name, _ in rows} == public - unseen | {"MaxTurnsExceeded"}
 
 
-def test_every_option_is_there() -> None:
+def test_every_option_is_documented() -> None:
     rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", REFERENCE, re.MULTILINE)
     named = {name.strip("` ") for group in rows for name in group.split(",")}
     assert set(P.SamplingConfig.model_fields) <= named

@@ -96,7 +96,7 @@ def test_an_async_program_that_also_blocks(vm: P.VirtualMachine) -> None:
     vm.run(main, timeit=True)
 
 
-def test_transforms_by_hand() -> None:
+def test_manual_transforms() -> None:
     @P.semantic_function(formatter=None)
     def foo(a: P.Output):
         """This

@@ -45,13 +45,13 @@ def vm(engine: FakeEngine) -> Iterator[P.VirtualMachine]:
 
 
 def wait_for_states(vm: P.VirtualMachine, *states: str) -> None:
-    """Wait for states. An abandoned read is withdrawn only when its connection is closed."""
+    """Wait for states. An abandoned read is cancelled only when its connection is closed."""
     end = time.monotonic() + 10
     while tuple(call.state for call in vm.session_info().calls) != states:
         assert time.monotonic() < end, vm.session_info().calls
 
 
-def test_the_first_win_and_the_losers_stop(vm: P.VirtualMachine) -> None:
+def test_the_first_results_win_and_other_calls_stop(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         answers = [try_it(number) for number in range(7)]
         winners = P.first_k(answers, 4, timeout=20)
@@ -64,7 +64,7 @@ def test_the_first_win_and_the_losers_stop(vm: P.VirtualMachine) -> None:
         assert again == [answers[4], answers[2]]
 
 
-def test_any_of_and_the_twins_for_async_code(vm: P.VirtualMachine) -> None:
+def test_any_of_and_the_async_functions(vm: P.VirtualMachine) -> None:
     async def main() -> None:
         answers = [await try_it.ainvoke(number) for number in range(4)]
         first = await P.aany_of(answers[1:3])
@@ -79,14 +79,14 @@ def test_any_of_and_the_twins_for_async_code(vm: P.VirtualMachine) -> None:
         assert P.any_of([try_it(1), given]) is given
 
 
-def test_deadlines_end_nothing(vm: P.VirtualMachine) -> None:
+def test_expired_deadlines_do_not_end_reads(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
         assert try_it(2).get(deadline=0.001) == "2"
         assert "".join(try_it(4).stream(deadline=0.001)) != ""
         assert P.any_of([try_it(6)], deadline=0.001).content == "6"
 
 
-def test_mistakes_are_told_before_anything_is_sent(vm: P.VirtualMachine) -> None:
+def test_mistakes_are_reported_before_anything_is_sent(vm: P.VirtualMachine) -> None:
     x = P.variable("x")
     with vm.running_scope():
         for variables, k in (([x], 0), ([x], 2), ([], 1), ([x, x], 1)):
@@ -96,7 +96,7 @@ def test_mistakes_are_told_before_anything_is_sent(vm: P.VirtualMachine) -> None
             P.first_k([x], 1)
 
 
-def test_gather_has_all_values_in_order_and_tells_its_progress(vm: P.VirtualMachine) -> None:
+def test_gather_returns_all_values_in_order_and_reports_progress(vm: P.VirtualMachine) -> None:
     told: list[tuple[int, int]] = []
     with vm.running_scope():
         given = P.variable(content="there")
@@ -120,7 +120,7 @@ def test_gather_raises_the_first_error_at_once_and_stops_the_rest(
         wait_for_states(vm, "idle")
 
 
-def test_each_comes_as_it_is_completed_and_failed_ones_raise_when_read(
+def test_as_completed_yields_each_variable_and_failed_ones_raise(
     vm: P.VirtualMachine,
 ) -> None:
     told: list[tuple[int, int]] = []
@@ -159,7 +159,7 @@ def test_the_same_for_async_code(vm: P.VirtualMachine) -> None:
         asyncio.run(main())
 
 
-def test_a_variable_tells_why_its_text_ended_and_what_it_took(
+def test_a_variable_has_its_finish_reason_and_usage(
     vm: P.VirtualMachine, engine: FakeEngine
 ) -> None:
     with vm.running_scope():
@@ -204,7 +204,7 @@ class TestBackground:
             answers = [try_it(number) for number in range(3)]
             assert [answer.get(timeout=20) for answer in answers] == ["0", "1", "2"]
 
-    def test_a_machine_or_a_function_can_ask_for_demand_alone(
+    def test_a_machine_or_a_function_can_run_calls_on_demand_only(
         self, vm: P.VirtualMachine, engine: FakeEngine
     ) -> None:
         engine.resume.set()

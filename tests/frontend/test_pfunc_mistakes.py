@@ -59,7 +59,7 @@ def test_a_broken_constraint_names_function_and_output(
         P.semantic_function()(count)
 
 
-def test_what_only_engines_know_is_left_to_them() -> None:
+def test_only_engines_check_regular_expressions() -> None:
     def letters(x: P.Input, y: P.Output(regex=r"\p{L}+")):  # type: ignore[valid-type]
         """{{x}} {{y}}"""
 
@@ -82,7 +82,7 @@ def test_an_address_with_a_wrong_port_or_host(url: str) -> None:
         P.VirtualMachine(url)
 
 
-def test_a_tool_that_tells_the_model_little(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tool_with_an_incomplete_description(caplog: pytest.LogCaptureFixture) -> None:
     @P.tool
     def price(item) -> float:  # type: ignore[no-untyped-def]
         return 1.0

@@ -17,7 +17,7 @@ def add(a: P.Input, b: str, c: P.Output):
     c.set(str(total))
 
 
-def test_the_source_travels_without_decorator_and_annotations() -> None:
+def test_the_source_is_sent_without_decorator_and_annotations() -> None:
     assert add.source == ("def add(a, b, c):\n    total = int(a) + int(b)\n    c.set(str(total))")
 
 
@@ -137,7 +137,9 @@ def a_lambda() -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_cannot_travel_is_refused_at_decoration(function: Any, message: str) -> None:
+def test_functions_that_cannot_be_sent_are_rejected_at_decoration(
+    function: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         P.native_function()(function)
 

@@ -52,7 +52,7 @@ def test_results_come_in_order_and_errors_where_they_belong(
         assert (type(slow[0]), slow[1]) == (TimedOut, "<c A >")
 
 
-def test_a_value_that_is_no_object_of_its_class_is_an_error_of_its_own(
+def test_an_invalid_object_is_an_error_of_its_own_result(
     vm: P.VirtualMachine,
 ) -> None:
     from pydantic import BaseModel
@@ -105,7 +105,7 @@ def test_a_bar_of_tqdm(vm: P.VirtualMachine, monkeypatch: pytest.MonkeyPatch) ->
     assert "3/3" in screen.getvalue()
 
 
-def test_where_nobody_looks_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
     for progress in (True, "Answers", None, False):
         with reporting(progress, 3) as report:
             assert report is None

@@ -54,7 +54,7 @@ def year(text: P.Input) -> Annotated[P.Returns[str], P.Output(regex="[0-9]{4}", 
     """{{text}} It was {{when}}"""
 
 
-def test_outputs_are_the_placeholders_that_are_no_parameters() -> None:
+def test_outputs_are_the_placeholders_that_are_not_parameters() -> None:
     assert [param.name for param in describe.outputs] == ["summary", "person", "places"]
     assert [param.model for param in describe.outputs] == [None, Person, list[Place]]
     (rating,) = rate.outputs
@@ -79,7 +79,7 @@ async def test_values_are_of_the_types(vm: P.VirtualMachine) -> None:
         assert target.get() == "1843"
 
 
-def test_a_text_that_is_no_such_value_is_refused_when_it_is_read() -> None:
+def test_an_invalid_value_is_rejected_when_it_is_read() -> None:
     made = P.SemanticVariable("ages", "[1, 2", model=list[int])
     with pytest.raises(ValidationFailed, match=r"`ages` is no list\[int\]|`ages` is no list"):
         made.get()

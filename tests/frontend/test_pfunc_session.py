@@ -1,4 +1,4 @@
-"""Programs against a ServeCore that can be made to fail, over real sockets."""
+"""Programs with a ServeCore that the tests can make fail. Real sockets."""
 
 import asyncio
 import os
@@ -131,9 +131,7 @@ def test_reads_are_cached(vm: P.VirtualMachine, serve: FakeServe) -> None:
     assert serve.num_requests["get"] == 1
 
 
-def test_synchronous_reads_say_that_the_program_is_blocked(
-    vm: P.VirtualMachine, serve: FakeServe
-) -> None:
+def test_synchronous_reads_are_marked_as_blocking(vm: P.VirtualMachine, serve: FakeServe) -> None:
     async def read_async() -> None:
         await ask("x").aget()
         await P.agather([ask("y")])
@@ -152,7 +150,7 @@ def test_synchronous_reads_say_that_the_program_is_blocked(
         assert [read.blocked for read in serve.reads] == [False] * 4
 
 
-def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeServe) -> None:
+def test_calls_contain_the_options_of_the_function(vm: P.VirtualMachine, serve: FakeServe) -> None:
     @P.semantic_function(models=["tiny"], cache_prefix=False, conversation_template=P.chat_template)
     def f(y: P.Output(P.SamplingConfig(logit_bias={3: 1.0}, stop_str=["a"]))):
         """x {{y}}"""
@@ -166,7 +164,7 @@ def test_calls_carry_what_the_function_says(vm: P.VirtualMachine, serve: FakeSer
 
 
 class TestVariables:
-    def test_made_before_and_set_late(self, vm: P.VirtualMachine) -> None:
+    def test_a_variable_created_before_the_session_and_set_late(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             question = P.variable("question")
             assert question.is_registered
@@ -174,13 +172,13 @@ class TestVariables:
             threading.Timer(0.05, question.set, ["late"]).start()
             assert answer.get(timeout=10) == "<Q late A >"
 
-    def test_made_with_content(self, vm: P.VirtualMachine) -> None:
+    def test_a_variable_created_with_content(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             question = P.variable("question", content="now")
             assert question.get() == "now"
             assert ask(question).get() == "<Q now A >"
 
-    def test_can_be_set_once(self, vm: P.VirtualMachine) -> None:
+    def test_a_variable_can_be_set_once(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             question = P.variable("question")
             question.set("a")
@@ -198,7 +196,7 @@ class TestVariables:
             assert ask("x", answer=middle) is middle
             assert last.get() == "<Q <Q x A > A >"
 
-    def test_made_outside_joins_with_the_first_call(self, vm: P.VirtualMachine) -> None:
+    def test_a_variable_from_outside_joins_with_the_first_call(self, vm: P.VirtualMachine) -> None:
         middle = P.variable("middle")
         with vm.running_scope():
             last = ask(middle)
@@ -252,7 +250,7 @@ class TestStreams:
         with vm.running_scope(), pytest.raises(EngineFailed):
             [_ async for _ in fail("x").astream()]
 
-    def test_a_broken_stream_goes_on_where_it_was(
+    def test_a_broken_stream_continues(
         self, vm: P.VirtualMachine, serve: FakeServe, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         whole = ServeClient.stream_var
@@ -273,7 +271,7 @@ class TestStreams:
         assert len(received) == 3
         assert received[0] != received[2] == "<Q x A >"
 
-    def test_leaving_a_stream_withdraws_the_read(
+    def test_leaving_a_stream_cancels_the_read(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():
@@ -285,7 +283,7 @@ class TestStreams:
             assert serve.withdrawn.wait(10)
             assert not answer.is_ready
 
-    async def test_leaving_an_async_stream_withdraws_the_read(
+    async def test_leaving_an_async_stream_cancels_the_read(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():
@@ -308,7 +306,7 @@ class TestStreams:
 
 
 class TestErrors:
-    def test_a_failed_call_fails_all_that_need_it(self, vm: P.VirtualMachine) -> None:
+    def test_a_failed_call_fails_dependent_calls(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             bad = fail("x")
             for reader in (bad, ask(bad), ask(ask(bad))):
@@ -361,7 +359,7 @@ class TestErrors:
             assert done.get() == "<Q x A >"
             waiting.shutdown()
 
-    async def test_cancelling_an_async_read_withdraws_it(
+    async def test_cancelling_an_async_read_cancels_it_at_the_server(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():
@@ -372,7 +370,7 @@ class TestErrors:
                 await task
             assert await asyncio.to_thread(serve.withdrawn.wait, 10)
 
-    def test_nobody_answers(self) -> None:
+    def test_no_server(self) -> None:
         vm = P.VirtualMachine("http://127.0.0.1:9")
         with pytest.raises(Unavailable, match=r"127\.0\.0\.1:9"), vm.running_scope():
             pytest.fail("the scope must not open")
@@ -391,7 +389,7 @@ class TestErrors:
                 ask("x")
             assert ask("x").get()
 
-    def test_text_that_is_no_unicode(self, vm: P.VirtualMachine) -> None:
+    def test_invalid_unicode(self, vm: P.VirtualMachine) -> None:
         with vm.running_scope():
             with pytest.raises(ValidationFailed, match="value"):
                 ask("\ud800")
@@ -400,7 +398,9 @@ class TestErrors:
             with pytest.raises(InvalidRequest, match="JSON"):
                 P.variable("x", "\ud800")
 
-    def test_a_function_without_outputs_is_not_just_called(self, vm: P.VirtualMachine) -> None:
+    def test_a_function_without_outputs_cannot_be_called_directly(
+        self, vm: P.VirtualMachine
+    ) -> None:
         @P.semantic_function()
         def start():
             """You are a parrot."""
@@ -421,14 +421,14 @@ class TestRetries:
         assert serve.num_requests == {"call": 3, "get": 2, "delete": 1}
         assert len(serve.calls) == 1
 
-    def test_not_for_ever(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+    def test_retries_are_limited(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():
             serve.errors["call"] = [Unavailable("broken")] * 5
             with pytest.raises(Unavailable):
                 ask("x")
         assert serve.num_requests["call"] < 5
 
-    def test_answers_are_final(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+    def test_error_answers_are_not_retried(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():
             answer = ask("x")
             serve.errors["get"] = [NoEngine("none")]
@@ -467,7 +467,7 @@ class TestRetries:
                 ask("x")
             assert failure.value.retry_after_s == 7.0  # From the header.
 
-    def test_they_come_again_when_the_server_says_but_within_a_minute(self) -> None:
+    def test_retries_follow_retry_after_within_the_time_limit(self) -> None:
         for retry_after_s in (1.0, 20.0):
             pauses = {pause_s(QueueFull("full", retry_after_s=retry_after_s), 60) for _ in range(9)}
             assert len(pauses) > 1
@@ -477,7 +477,9 @@ class TestRetries:
         assert pause_s(QueueFull("full"), 60) is True
         assert pause_s(QuotaExceeded("your provider's limit"), 60) is False
 
-    def test_another_quota_is_told_at_once(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+    def test_other_quota_errors_are_raised_at_once(
+        self, vm: P.VirtualMachine, serve: FakeServe
+    ) -> None:
         with vm.running_scope():
             serve.errors["get"] = [QuotaExceeded("your provider's limit")]
             with pytest.raises(QuotaExceeded, match="provider"):
@@ -581,13 +583,13 @@ class TestScopes:
         with pytest.raises(InvalidRequest, match="no session"):
             vm.session_info()
 
-    def test_a_program_has_a_name_if_it_wants_one(self, url: str) -> None:
+    def test_a_program_may_have_a_name(self, url: str) -> None:
         for name in (None, "essay"):
             vm = P.VirtualMachine(url, app=name)
             with vm.running_scope():
                 assert vm.session_info().apps == ([] if name is None else [name])
 
-    def test_arguments_go_before_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_arguments_override_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PARROT_URL", "http://there:1/v1")
         monkeypatch.setenv("PARROT_KEY", "of-the-environment")
         vm = P.VirtualMachine()
@@ -680,7 +682,7 @@ def test_ctrl_c_ends_a_blocking_read(url: str, serve: FakeServe) -> None:
     assert len(serve.ended) == 1
 
 
-def test_a_program_that_just_ends_leaves_no_session(url: str, serve: FakeServe) -> None:
+def test_a_program_that_exits_leaves_no_session(url: str, serve: FakeServe) -> None:
     code = (
         "import sys; from parrot import P; vm = P.VirtualMachine(sys.argv[1]); vm.set_global_env()"
     )

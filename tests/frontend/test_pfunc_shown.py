@@ -87,7 +87,7 @@ def tell(topic: P.Input, joke: P.Output) -> None:
     """Tell a joke about {{topic}}: {{joke}}"""
 
 
-def test_a_program_says_at_its_end_what_it_cost(
+def test_a_program_reports_its_cost_at_its_end(
     vm: P.VirtualMachine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vm.run(lambda: tell("parrots").get(), report=True)
@@ -122,7 +122,7 @@ def test_a_notebook_awaits_in_its_cells(vm: P.VirtualMachine) -> None:
     assert "parrots" in scope["joke"]._repr_html_()
 
 
-async def test_a_program_that_cannot_run_in_a_notebook_says_how(vm: P.VirtualMachine) -> None:
+async def test_the_error_in_a_notebook_names_the_alternative(vm: P.VirtualMachine) -> None:
     async def program() -> None: ...
 
     with pytest.raises(RuntimeError, match="await program"):

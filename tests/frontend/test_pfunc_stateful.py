@@ -58,7 +58,7 @@ def test_text_after_the_output_is_part_of_the_context(vm: P.VirtualMachine) -> N
         assert chat("and?").get() == f"<| H hi B {first.get()} END| H and? B >"
 
 
-def test_a_plain_call_uses_the_context_up(vm: P.VirtualMachine, serve: FakeServe) -> None:
+def test_a_plain_call_consumes_the_context(vm: P.VirtualMachine, serve: FakeServe) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
         assert chat("hi").get() == "<You are Polly.| H hi B >"
@@ -79,7 +79,7 @@ def test_contexts_end_with_the_session(vm: P.VirtualMachine) -> None:
         assert chat("hi").get() == "<| H hi B >"
 
 
-def test_a_refused_call_does_not_lose_the_context(vm: P.VirtualMachine, serve: FakeServe) -> None:
+def test_a_rejected_call_keeps_the_context(vm: P.VirtualMachine, serve: FakeServe) -> None:
     with vm.running_scope():
         start.invoke_statefully(chat, "Polly")
         serve.errors["call"] = [UnsupportedField("no such thing")]

@@ -121,7 +121,7 @@ def tell(topic: P.Input, style, joke: P.Output):
     """
 
 
-def test_calls_say_what_they_miss_and_where_it_goes() -> None:
+def test_errors_of_calls_name_missing_inputs_and_their_places() -> None:
     with pytest.raises(TypeError, match=r"tell\(\) misses a value for `style`") as caught:
         tell("birds")
     _, place, shown, carets = str(caught.value).split("\n")

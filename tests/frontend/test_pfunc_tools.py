@@ -54,7 +54,7 @@ async def now(zone: str) -> str:
 
 
 class TestTool:
-    def test_what_a_model_is_told(self) -> None:
+    def test_the_description_for_the_model(self) -> None:
         about = weather.json_schema["function"]
         assert about["name"] == "weather"
         assert about["description"] == "The weather of a city."
@@ -93,7 +93,7 @@ class TestTool:
         assert silent.parameters["properties"] == {}
         assert silent.run({}) == "3"
 
-    def test_it_is_still_the_function(self) -> None:
+    def test_a_tool_is_still_callable(self) -> None:
         assert weather("Oslo")["city"] == "Oslo"
         assert list(inspect.signature(weather).parameters) == ["city", "unit", "days", "near"]
         assert (weather.__doc__ or "").startswith("The weather")
@@ -107,7 +107,7 @@ class TestTool:
             with pytest.raises(ValidationError):
                 weather.run(wrong)
 
-    def test_what_is_no_tool(self) -> None:
+    def test_invalid_tools(self) -> None:
         with pytest.raises(ValueError, match="cannot be the name of a tool"):
             P.tool(lambda x: x)
         with pytest.raises(ValueError, match="must have a name of its own"):
@@ -156,7 +156,7 @@ def test_calls_that_cannot_be_read() -> None:
     assert read_calls("no call", 1) == []
 
 
-def test_a_call_that_was_cut_behind_its_arguments_is_whole() -> None:
+def test_a_call_that_was_cut_after_its_arguments_is_complete() -> None:
     whole = called("f", x=1)
     for end in range(len(whole) - len("\n</tool_call>"), len(whole) + 1):
         assert read_calls(whole[:end], 1) == [P.ToolCall("f", {"x": 1})]
@@ -178,7 +178,7 @@ def say(engine: FakeEngine, *answers: str) -> None:
 
 
 class TestAgent:
-    def test_results_and_errors_are_told_in_the_next_turn(
+    def test_results_and_errors_are_sent_in_the_next_turn(
         self, vm: P.VirtualMachine, engine: FakeEngine
     ) -> None:
         say(
@@ -231,7 +231,7 @@ class TestAgent:
         assert grammar == engine.requests[1].sampling_config.grammar
         assert engine.requests[0].sampling_config.seed == 1
 
-    def test_long_errors_are_told_in_part(self, vm: P.VirtualMachine, engine: FakeEngine) -> None:
+    def test_long_errors_are_shortened(self, vm: P.VirtualMachine, engine: FakeEngine) -> None:
         say(engine, called("weather", city="Oslo", **{"x" * 5000: 1}), "It is cold.")
         with vm.running_scope():
             (call,) = P.Agent([weather]).run("How is it?").calls
@@ -260,7 +260,7 @@ class TestAgent:
         with pytest.raises(ValueError, match="max_calls"):
             P.Agent([read], max_calls=0)
 
-    async def test_the_model_is_told_of_tools_that_take_too_long(
+    async def test_the_model_gets_an_error_for_slow_tools(
         self, vm: P.VirtualMachine, engine: FakeEngine
     ) -> None:
         cancelled, ended = asyncio.Event(), threading.Event()
@@ -291,7 +291,7 @@ class TestAgent:
         ]
         assert cancelled.is_set()
 
-    async def test_async_tools_run_side_by_side(
+    async def test_async_tools_run_in_parallel(
         self, vm: P.VirtualMachine, engine: FakeEngine
     ) -> None:
         together = asyncio.Barrier(2)
@@ -332,7 +332,7 @@ class TestAgent:
             P.Agent([weather], max_turns=3).run("x")
         assert len(engine.prompts) == 3
 
-    def test_an_empty_answer_is_one_and_failures_are_raised(
+    def test_empty_answers_are_returned_and_failures_are_raised(
         self, vm: P.VirtualMachine, engine: FakeEngine
     ) -> None:
         say(engine, "")
@@ -360,7 +360,7 @@ class TestAgent:
             assert len({run.text for run in asyncio.run(both())}) >= 1
         assert all(not ("first" in p and "second" in p) for p in engine.prompts)
 
-    def test_what_is_no_agent(self) -> None:
+    def test_invalid_agents(self) -> None:
         with pytest.raises(TypeError, match="not a tool"):
             P.Agent([test_calls_that_cannot_be_read])  # type: ignore[list-item]
         with pytest.raises(ValueError, match="same name"):

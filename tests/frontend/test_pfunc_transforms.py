@@ -139,7 +139,7 @@ def test_vicuna_in_the_decorator_keeps_all_else() -> None:
     assert kinds == [True, False, True, False, True]
 
 
-def test_a_template_of_ones_own() -> None:
+def test_a_custom_template() -> None:
     template = ConversationTemplate(
         system_message="Be brief.",
         roles=["Q", "A"],

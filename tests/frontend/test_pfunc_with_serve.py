@@ -160,7 +160,7 @@ def test_cancel(vm: P.VirtualMachine, engine: FakeEngine) -> None:
             answer.get(timeout=20)
 
 
-def test_a_program_costs_what_the_prices_say(
+def test_the_cost_of_a_program_follows_from_the_prices(
     engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prices = {"*": TokenPrices(input=1e5, cached=1e4, output=1e6)}

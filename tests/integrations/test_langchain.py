@@ -56,7 +56,7 @@ class CountingApp:
 
 
 def answer(prompt: str) -> str:
-    """The scripted model's answer to a chat prompt: its last message, in capitals."""
+    """Return the scripted answer to a chat prompt: its last message in capitals."""
     return prompt.split("user\n")[-1].split("<|im_end|>")[0].upper()
 
 
@@ -124,7 +124,7 @@ def test_a_map_reduce_is_one_graph(
     assert message.content == COMBINED  # The session has ended.
 
 
-def test_without_a_batch_nobody_waits_for_a_text(
+def test_without_a_batch_no_step_waits_for_a_text(
     vm: P.VirtualMachine, app: CountingApp, engine: FakeEngine, chain: Runnable[Any, Any]
 ) -> None:
     with vm.running_scope():
@@ -163,7 +163,7 @@ def test_parallel_steps_and_semantic_functions(
         assert end.content == "RATE X OR X OR X?!"
 
 
-def test_what_looks_in_between_gives_the_same(
+def test_steps_that_read_messages_give_the_same_result(
     vm: P.VirtualMachine, app: CountingApp, model: ChatParrot
 ) -> None:
     first = ChatPromptTemplate.from_template("Sum up {text}") | model | StrOutputParser()
@@ -193,9 +193,7 @@ def test_two_event_loops_and_threads_at_once(
         assert [run.result(timeout=60) for run in runs] == [[COMBINED] * 3] * 4
 
 
-def test_a_message_is_looked_at_by_many_threads(
-    vm: P.VirtualMachine, chain: Runnable[Any, Any]
-) -> None:
+def test_a_message_is_read_by_many_threads(vm: P.VirtualMachine, chain: Runnable[Any, Any]) -> None:
     with vm.running_scope(), vm.batch(), ThreadPoolExecutor(8) as pool:
         message = chain.invoke(DOCS)
         texts = list(pool.map(lambda _: message.content, range(16), timeout=60))
@@ -204,7 +202,7 @@ def test_a_message_is_looked_at_by_many_threads(
 
 @pytest.fixture
 def page(url: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """The names that the page's programs define for this service, and their `printed` output."""
+    """Run the page's programs. Returns the names that they define, and their `printed` output."""
     names: dict[str, Any] = {}
     programs = [b.code for b in blocks_of(PAGE) if b.language == "python" and b.is_run]
     for code in programs:
@@ -217,7 +215,7 @@ TEXTS = ["The first text.", "The second.", "The third."]
 PAGE_END = "\n\n".join(["COMBINE:", *(f"SUMMARIZE: {text.upper()}" for text in TEXTS)])
 
 
-def test_the_pages_programs_are_a_graph_each(page: dict[str, Any], app: CountingApp) -> None:
+def test_each_program_of_the_page_is_one_graph(page: dict[str, Any], app: CountingApp) -> None:
     assert page["printed"] == f"{PAGE_END}\n" * 2
     one_graph = ["POST /v1/session", "POST /v1/semantic_graph", "GET /v1/semantic_var/ID"]
     assert app.asked == [*one_graph, "DELETE /v1/session/ID"] * 2
@@ -259,7 +257,7 @@ def test_a_langgraph_shows_tokens(page: dict[str, Any]) -> None:
 # Calls
 
 
-def test_an_error_is_raised_when_looked_at(
+def test_an_error_is_raised_when_the_message_is_read(
     vm: P.VirtualMachine, engine: FakeEngine, chain: Runnable[Any, Any]
 ) -> None:
     engine.script = Script(error=P.errors.InvalidRequest("the model is sad"))
@@ -301,7 +299,7 @@ def test_a_read_with_a_timeout(vm: P.VirtualMachine, engine: FakeEngine, model: 
             message.variable.get(timeout=0.05)
 
 
-def test_a_session_that_ended_before_the_look(vm: P.VirtualMachine, model: ChatParrot) -> None:
+def test_a_session_that_ended_before_the_read(vm: P.VirtualMachine, model: ChatParrot) -> None:
     with vm.running_scope():
         message = model.invoke("x")
     with pytest.raises(P.errors.SessionGone):
@@ -328,7 +326,7 @@ async def test_async_streams(vm: P.VirtualMachine, model: ChatParrot) -> None:
     assert "".join(pieces) == "SOME TEXT"
 
 
-async def test_who_observes_sees_whole_texts(vm: P.VirtualMachine, model: ChatParrot) -> None:
+async def test_callbacks_get_whole_texts(vm: P.VirtualMachine, model: ChatParrot) -> None:
     class Observer(BaseCallbackHandler):
         seen: list[str] = []  # noqa: RUF012
 
@@ -373,7 +371,7 @@ def test_options_are_sampling_fields(vm: P.VirtualMachine, engine: FakeEngine) -
     assert (sampling.temperature, sampling.stop_str) == (0.5, ("!",))
 
 
-def test_what_cannot_be_said_is_refused(vm: P.VirtualMachine, model: ChatParrot) -> None:
+def test_unsupported_options_are_rejected(vm: P.VirtualMachine, model: ChatParrot) -> None:
     with pytest.raises(P.errors.InvalidRequest, match="running_scope"):
         model.invoke("x")
     with vm.running_scope():
@@ -437,7 +435,7 @@ def test_values_are_formatted_as_python_does() -> None:
         operator.attrgetter("text"),
     ],
 )
-def test_each_way_to_look_shows_the_text(look: Any) -> None:
+def test_each_way_to_read_a_message_gives_the_text(look: Any) -> None:
     for kind in (LazyAIMessage, LazyHumanMessage):
         message = kind.of([P.variable("v", content="text")])
         message.id, message.name = "i", "n"
@@ -446,7 +444,7 @@ def test_each_way_to_look_shows_the_text(look: Any) -> None:
         assert (message.id, message.name) == ("i", "n")
 
 
-def test_what_does_not_look() -> None:
+def test_operations_that_do_not_read_the_message() -> None:
     variable = P.variable("v")
     message = LazyAIMessage.of([variable])
     assert "SemanticVariable(name='v'" in repr(message)

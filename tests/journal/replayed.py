@@ -1,4 +1,4 @@
-"""A journal without a disk, and what must come back from it."""
+"""A journal without a disk, and the state that it must restore."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from parrot.serve.sessions import Session
 
 
 class MemoryFile:
-    """A journal's storage that is a list."""
+    """A journal storage in a list."""
 
     errors: type[Exception] = OSError
 
@@ -26,7 +26,7 @@ class MemoryFile:
         return True
 
     def fact(self, name: str, value: int) -> int:
-        return 7  # as if that had been given first
+        return 7  # as if this value had been stored first
 
     def read(self) -> Iterator[Record]:
         ended = {record.subject for record in self.records if record.kind == ENDED}
@@ -61,12 +61,12 @@ class MemoryFile:
 
 
 def state_of(core: ServeCore) -> dict[int, Any]:
-    """All state that programs can see, except readers and running work."""
+    """Return all state that programs can see, except readers and running work."""
     return {session.id: _session(session) for session in core.sessions}
 
 
 def asked_calls(core: ServeCore) -> dict[int, set[int]]:
-    """By session: the tasks that have a reader, directly or through other tasks."""
+    """Return the tasks of each session that have a reader, directly or through other tasks."""
     return {
         session.id: {
             task.id
@@ -82,7 +82,7 @@ def _session(session: Session) -> dict[str, Any]:
     graph = session.graph
     tasks = [task for call in graph.calls.values() for task in call.tasks]
     used = Counter(session.account.used)
-    # Restored log probabilities have a table of their own, not their tokenizer's.
+    # Restored log probabilities have their own token table instead of the tokenizer's.
     used["text_bytes"] -= sum(
         task.stats.logprobs.num_bytes
         for task in tasks
@@ -131,7 +131,7 @@ def _task(task: Any) -> tuple[Any, ...]:
 
 
 def _scores(logprobs: Logprobs | None) -> list[tuple[bytes, float]]:
-    """Each token's bytes and its log probability, whatever table the tokens are of."""
+    """Return the bytes and log probability of each token, independent of the token table."""
     if logprobs is None:
         return []
     assert logprobs.tokens is not None

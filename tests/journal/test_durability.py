@@ -1,4 +1,4 @@
-"""A verb that changes a session is answered when the change is on disk, whatever the endpoint."""
+"""Every endpoint that changes a session answers only after the change is on disk."""
 
 import asyncio
 from typing import Any
@@ -85,13 +85,13 @@ async def test_every_route_that_may_change_something_is_listed() -> None:
 
 
 @pytest.mark.parametrize(("route", "body"), CASES)
-async def test_a_change_is_answered_when_it_is_on_disk(route: str, body: dict[str, Any]) -> None:
+async def test_a_change_is_answered_after_it_is_on_disk(route: str, body: dict[str, Any]) -> None:
     file = HeldFile()
     method, _, path = route.partition(" ")
     async with serving(file, hanging() if "response_id" in path else None) as site:
         async with program(site) as scope:
             names = await ids(site, scope, needs_response="response_id" in path)
-        if "/runs/" in path:  # Of finished sessions.
+        if "/runs/" in path:  # runs are finished sessions
             path_of_session = f"/v1/session/{names['session_id']}"
             await (await site.http.delete(path_of_session, params=scope)).read()
         fields = with_ids(body, names)
@@ -131,7 +131,7 @@ ADDED = [
 
 @pytest.mark.parametrize("route", ADDED)
 async def test_a_change_that_cannot_be_written_has_not_happened(route: str) -> None:
-    """The session shows nothing of a request that was refused."""
+    """A rejected request has no effect on the session."""
     file, body = HeldFile(), CHANGES[route][0]
 
     async def shown() -> Any:
@@ -150,7 +150,7 @@ async def test_a_change_that_cannot_be_written_has_not_happened(route: str) -> N
 
 
 async def ids(site: Site, scope: dict[str, Any], *, needs_response: bool) -> dict[str, Any]:
-    """The names in paths: a variable that is not set, a call and its output, and a response."""
+    """Return the ids for paths: a variable without a value, a call and its output, a response."""
     variable = await site.post("/v1/semantic_var", scope | {"var_name": "v"})
     call = await site.post("/v1/semantic_call", scope | CALL)
     names = {"var_id": variable["var_id"], "request_id": call["request_id"]}

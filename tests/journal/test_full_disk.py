@@ -34,7 +34,7 @@ SIZE = 2 * 2**20
 
 
 async def read(site: Site, path: str, scope: dict[str, Any]) -> tuple[int, str | None, Any]:
-    """The status, the header `Retry-After` and the body."""
+    """Return the status, the header `Retry-After` and the body."""
     async with site.http.get(path, params=scope) as answer:
         return answer.status, answer.headers.get("Retry-After"), await answer.json()
 
@@ -46,7 +46,8 @@ async def until_accepted(site: Site) -> None:
 
 @asynccontextmanager
 async def held_call(site: Site) -> AsyncIterator[tuple[dict[str, Any], str]]:
-    """A program, and the path of a value whose call runs on an engine that holds it."""
+    """Start a call that the engine does not finish. Returns its program and the path of its
+    value."""
     async with program(site) as scope:
         call = await site.post("/v1/semantic_call", scope | CALL | {"output_criteria": "latency"})
         while not site.engine.requests:  # noqa: ASYNC110 - the engine has no event for it
@@ -70,7 +71,7 @@ async def test_a_new_value_is_returned_only_after_it_was_stored() -> None:
         assert "insufficient_storage" in events
         async with site.http.get("/ready") as ready:
             assert (await ready.json())["journal"] == "full"
-        before = file.records.copy()  # What a kill leaves now.
+        before = file.records.copy()  # the journal if ServeCore is killed now
         file.full = False
         await until_accepted(site)
         status, _, value = await read(site, path, scope)
@@ -81,7 +82,7 @@ async def test_a_new_value_is_returned_only_after_it_was_stored() -> None:
     async with serving(MemoryFile(file.records)) as site:
         assert (await read(site, path, scope))[2] == value
         assert not site.engine.requests
-    async with serving(MemoryFile(before)) as site:  # No client knows a value, so it runs again.
+    async with serving(MemoryFile(before)) as site:  # no client has the value: run again
         assert (await read(site, path, scope))[0] == 200
         assert len(site.engine.requests) == 1
 
@@ -107,7 +108,7 @@ async def test_the_page_shows_a_new_value_only_after_it_was_stored() -> None:
 
 
 async def test_stored_values_are_read_while_the_disk_is_full() -> None:
-    """Also those of a session with a value that is not stored."""
+    """This includes a session that has another value that is not stored."""
     file = HeldFile()
     async with serving(file, hanging()) as site, held_call(site) as (scope, path):
         given = {"var_name": "x", "content": "text"}

@@ -1,4 +1,4 @@
-"""The journal's file: locks, versions, damage, and no room."""
+"""The journal's file: locks, versions, damage, and a full disk."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ def read(path: Path) -> list[Record]:
         file.close()
 
 
-def test_what_was_written_is_read_and_each_start_has_a_higher_epoch(tmp_path: Path) -> None:
+def test_written_records_are_read_and_each_start_has_a_higher_epoch(tmp_path: Path) -> None:
     records = filled(tmp_path / "j")
     assert read(tmp_path / "j") == records
     epochs = []
@@ -59,14 +59,14 @@ def test_what_was_written_is_read_and_each_start_has_a_higher_epoch(tmp_path: Pa
     assert (tmp_path / "j").stat().st_mode & 0o077 == 0
 
 
-def test_what_has_ended_is_not_read_and_goes_bit_by_bit(tmp_path: Path) -> None:
+def test_ended_sessions_are_not_read_and_are_deleted_in_steps(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path / "j"), SIZE)
     file.write([record(seq, "old") for seq in range(1, 1200)])
     file.write([record(1200, "new"), record(1201, "old", ENDED)])
     assert [r.subject for r in file.read()] == ["new"]
     file.trim()
     file.close()
-    file = JournalFile(str(tmp_path / "j"), SIZE)  # it died on the way
+    file = JournalFile(str(tmp_path / "j"), SIZE)  # after a kill during trimming
     assert [r.subject for r in file.read()] == ["new"]
     while file.has_ended:
         file.trim()
@@ -75,7 +75,7 @@ def test_what_has_ended_is_not_read_and_goes_bit_by_bit(tmp_path: Path) -> None:
     file.close()
 
 
-def test_one_process_has_it(tmp_path: Path) -> None:
+def test_one_process_locks_the_file(tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path / "j"), SIZE)
     with pytest.raises(ConfigError, match="another ServeCore"):
         JournalFile(str(tmp_path / "j"), SIZE)
@@ -83,7 +83,7 @@ def test_one_process_has_it(tmp_path: Path) -> None:
     JournalFile(str(tmp_path / "j"), SIZE).close()
 
 
-def test_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
+def test_other_files_and_versions_are_rejected(tmp_path: Path) -> None:
     filled(tmp_path / "newer")
     with sqlite3.connect(tmp_path / "newer") as database:
         database.execute(f"PRAGMA user_version = {SCHEMA + 1}")
@@ -98,12 +98,12 @@ def test_what_is_no_journal_of_this_version_is_refused(tmp_path: Path) -> None:
         "text": "not a database",
         "missing/j": "No such file",
     }.items():
-        for _ in range(2):  # nothing was changed, and no lock is left
+        for _ in range(2):  # the first attempt changed nothing and left no lock
             with pytest.raises(ConfigError, match=reason):
                 JournalFile(str(tmp_path / name), SIZE)
 
 
-def test_a_torn_end_of_the_log_costs_what_was_not_committed(tmp_path: Path) -> None:
+def test_a_torn_log_loses_only_uncommitted_records(tmp_path: Path) -> None:
     path = tmp_path / "j"
     file = JournalFile(str(path), SIZE)
     sizes = []
@@ -121,7 +121,7 @@ def test_a_torn_end_of_the_log_costs_what_was_not_committed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> None:
+def test_a_flipped_byte_loses_only_later_records(seed: int, tmp_path: Path) -> None:
     draw = random.Random(seed)
     path = tmp_path / "j"
     records = filled(path, size=draw.choice([20, 300, 6000]))
@@ -132,8 +132,8 @@ def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> No
     try:
         found = read(path)
     except ConfigError:
-        assert place < 4096  # SQLite's own description of the file
-        assert len(path.read_bytes()) == len(raw)  # nothing is lost by a start that is refused
+        assert place < 4096  # SQLite's description of the file
+        assert len(path.read_bytes()) == len(raw)  # a rejected start changes nothing
         return
     assert found == records[: len(found)]
     asides = list(tmp_path.glob("j.damaged-*"))
@@ -142,13 +142,13 @@ def test_a_flipped_byte_costs_what_is_behind_it(seed: int, tmp_path: Path) -> No
         assert aside.read_bytes()[place] == raw[place]
         assert read(path) == found
         file = JournalFile(str(path), SIZE)
-        file.write([record(file.last_seq() + 1)])  # it goes on
+        file.write([record(file.last_seq() + 1)])  # the journal can still be written
         file.close()
         assert len(read(path)) == len(found) + 1
 
 
 @pytest.mark.parametrize("part", ["facts", "sqlite_autoindex_facts_1", "ended"])
-def test_damage_elsewhere_costs_no_record(
+def test_damage_outside_of_records_loses_no_record(
     part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "j"
@@ -158,7 +158,7 @@ def test_damage_elsewhere_costs_no_record(
     epoch = file.epoch
     file.close()
     with sqlite3.connect(path) as database:
-        # As earlier versions had.
+        # Earlier versions had this index.
         database.execute("CREATE INDEX ended ON records (subject) WHERE kind = 'ended'")
         (page,) = database.execute(
             "SELECT rootpage FROM sqlite_schema WHERE name = ?", (part,)
@@ -182,7 +182,7 @@ def test_damage_elsewhere_costs_no_record(
 
 
 @pytest.mark.parametrize("value", [2**62, -1, 1.5, "text"])
-def test_an_epoch_that_is_none_is_counted_anew(value: object, tmp_path: Path) -> None:
+def test_an_invalid_epoch_is_replaced(value: object, tmp_path: Path) -> None:
     path = tmp_path / "j"
     records = filled(path)
     with sqlite3.connect(path) as database:
@@ -195,7 +195,7 @@ def test_an_epoch_that_is_none_is_counted_anew(value: object, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "text"])
-def test_a_fact_that_is_none_is_as_if_it_were_not_there(value: object, tmp_path: Path) -> None:
+def test_an_invalid_fact_counts_as_missing(value: object, tmp_path: Path) -> None:
     file = JournalFile(str(tmp_path / "j"), SIZE)
     assert list(file.read()) == []
     assert file.fact("first", 7) == 7
@@ -228,7 +228,7 @@ def test_it_can_be_copied_while_it_is_open(tmp_path: Path) -> None:
 
 @contextmanager
 def file_size_limit(num_bytes: int) -> Iterator[None]:
-    """A disk that is full."""
+    """Limit the size of files, like a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -244,7 +244,7 @@ async def opened(path: Path, size: int = SIZE, max_wait_s: float = 60.0) -> Jour
 
 
 async def recovered(journal: Journal) -> None:
-    while journal.trouble:  # noqa: ASYNC110 - the next attempt is a matter of time
+    while journal.trouble:  # noqa: ASYNC110 - there is no event for the next attempt
         await asyncio.sleep(0.01)
 
 
@@ -263,7 +263,7 @@ async def test_appended_is_durable_in_order_and_in_groups(tmp_path: Path) -> Non
     assert not [t for t in threading.enumerate() if t.name == "journal"]
 
 
-async def test_what_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> None:
+async def test_records_are_written_although_no_caller_waits(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     written, write = threading.Event(), journal._file.write
 
@@ -278,11 +278,12 @@ async def test_what_nobody_waits_for_is_written_all_the_same(tmp_path: Path) -> 
     assert [r.subject for r in read(tmp_path / "j")] == ["1"]
 
 
-async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
+async def test_records_of_busy_turns_are_written_in_one_transaction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many turns it takes: no program could go on sooner."""
-    monkeypatch.setattr("parrot.journal.log._IDLE_S", -1.0)  # every turn is a busy one
+    """This holds for any number of turns of the event loop, because no program could continue
+    earlier."""
+    monkeypatch.setattr("parrot.journal.log._IDLE_S", -1.0)  # every turn counts as busy
     monkeypatch.setattr("parrot.journal.log._GATHER_S", 3600.0)
     monkeypatch.setattr("parrot.journal.log._LAZY_S", 3600.0)
     journal = await opened(tmp_path / "j")
@@ -305,7 +306,7 @@ async def test_what_comes_while_the_loop_is_busy_goes_in_one_transaction(
     assert len(read(tmp_path / "j")) == 100
 
 
-async def test_a_fact_that_cannot_be_looked_up_is_told_as_what_keeps_the_service_from_starting(
+async def test_an_unreadable_fact_is_a_startup_error(
     tmp_path: Path,
 ) -> None:
     journal = await opened(tmp_path / "j")
@@ -319,8 +320,8 @@ async def test_a_fact_that_cannot_be_looked_up_is_told_as_what_keeps_the_service
     await journal.close()
 
 
-async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: Path) -> None:
-    """Looking up facts does not trim the records that an earlier process left to be trimmed."""
+async def test_the_event_loop_owns_the_file_until_the_first_write(tmp_path: Path) -> None:
+    """Looking up facts does not trim the records that an earlier process should have trimmed."""
     journal = await opened(tmp_path / "j")
     journal.append("1", "call", {})
     journal.end("1")
@@ -336,7 +337,7 @@ async def test_the_event_loop_has_the_file_until_something_is_written(tmp_path: 
     assert [r.subject for r in read(tmp_path / "j")] == ["2"]
 
 
-async def test_what_raises_was_never_written(tmp_path: Path) -> None:
+async def test_records_of_a_block_that_raises_are_not_written(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     journal.append("1", "a", {})
     with suppress(ValueError), journal.recorded("1", "b", {}):
@@ -372,13 +373,13 @@ async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
     assert [r.kind for r in read(tmp_path / "j")] == ["a", "b", "c"]
 
 
-async def test_it_is_opened_and_read_though_the_disk_is_full(tmp_path: Path) -> None:
+async def test_a_journal_on_a_full_disk_can_be_read(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal = await opened(path)
     secret, epochs = journal.fact("secret", 7), [journal.epoch]
     journal.append("1", "a", {"text": "x" * 50_000})
     await journal.durable()
-    for name in ("j", "j-wal"):  # as after SIGKILL
+    for name in ("j", "j-wal"):  # like after SIGKILL
         (tmp_path / f"{name}.left").write_bytes((tmp_path / name).read_bytes())
     await journal.close()
     for name in ("j", "j-wal"):
@@ -405,12 +406,12 @@ async def test_it_is_opened_and_read_though_the_disk_is_full(tmp_path: Path) -> 
     file.close()
 
 
-def test_a_journal_that_cannot_be_made_says_what_to_look_at(tmp_path: Path) -> None:
+def test_the_error_for_a_journal_that_cannot_be_created(tmp_path: Path) -> None:
     with file_size_limit(100), pytest.raises(ConfigError, match="free space of its disk"):
         JournalFile(str(tmp_path / "j"), SIZE)
 
 
-def test_what_cannot_be_read_now_is_not_cut(
+def test_a_temporary_read_error_does_not_truncate_the_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = filled(tmp_path / "j")
@@ -430,7 +431,7 @@ def test_what_cannot_be_read_now_is_not_cut(
     file.close()
 
 
-async def test_any_failure_reaches_who_waits_and_is_tried_again(tmp_path: Path) -> None:
+async def test_failed_writes_reach_waiting_callers_and_are_retried(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     write, errors = journal._file.write, [MemoryError("no memory")]
 
@@ -450,7 +451,7 @@ async def test_any_failure_reaches_who_waits_and_is_tried_again(tmp_path: Path) 
     assert [r.kind for r in read(tmp_path / "j")] == ["a"]
 
 
-async def test_a_disk_that_hangs_refuses_after_a_while_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_hung_disk_rejects_new_work_and_loses_nothing(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j", max_wait_s=0.05)
     write, may_write = journal._file.write, threading.Event()
 
@@ -477,10 +478,10 @@ async def test_a_disk_that_hangs_refuses_after_a_while_and_loses_nothing(tmp_pat
     assert [r.kind for r in read(tmp_path / "j")] == ["a", "b"]
 
 
-async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(
+async def test_with_a_slow_disk_waits_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each write is soon done, but more comes than is written."""
+    """Each write is fast, but records are appended faster than they are written."""
     monkeypatch.setattr("parrot.journal.log._BYTES_PER_WRITE", 8 * 2**10)
     journal = await opened(tmp_path / "j", max_wait_s=0.1)
     write, num_refused = journal._file.write, 0
@@ -493,7 +494,7 @@ async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(
     loop = asyncio.get_running_loop()
     for _ in range(6):
         for _ in range(4):
-            journal.append("1", "a", {"text": "x" * 9 * 2**10})  # more than one write takes
+            journal.append("1", "a", {"text": "x" * 9 * 2**10})  # more than fits into one write
         began = loop.time()
         try:
             await journal.durable()
@@ -512,7 +513,7 @@ async def test_a_disk_that_is_only_slow_bounds_how_long_anything_waits(
     assert len(read(tmp_path / "j")) == 24
 
 
-async def test_nobody_waits_for_a_journal_that_was_closed(tmp_path: Path) -> None:
+async def test_a_closed_journal_ends_all_waits(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     journal.append("1", "a", {})
     await journal.durable()
@@ -523,7 +524,7 @@ async def test_nobody_waits_for_a_journal_that_was_closed(tmp_path: Path) -> Non
         await asyncio.wait_for(journal.durable(), 30)
 
 
-async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
+async def test_a_full_journal_rejects_work_until_a_session_ends(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j", size=2**20)
     count = 0
     while not journal.trouble:
@@ -540,7 +541,7 @@ async def test_the_bound_refuses_until_something_ends(tmp_path: Path) -> None:
     assert {r.subject for r in read(tmp_path / "j")} == {"1"}
 
 
-async def test_a_journal_that_cannot_be_written_to_its_end_does_not_hold_the_process(
+async def test_an_unwritable_journal_does_not_block_the_shutdown(
     tmp_path: Path,
 ) -> None:
     journal = await opened(tmp_path / "j")
@@ -553,7 +554,7 @@ async def test_a_journal_that_cannot_be_written_to_its_end_does_not_hold_the_pro
 def test_an_epoch_grows_although_the_clock_was_set_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise engines would refuse the ServeCore that has started again."""
+    """Otherwise engines would reject the restarted ServeCore."""
     path = str(tmp_path / "j")
     epochs = []
     for hours in (0, -24, -1, 5):

@@ -23,7 +23,7 @@ async def join(site: Site, engine: FakeEngine) -> None:
 
 
 async def answer(site: Site, path: str, scope: dict[str, Any]) -> tuple[int, str | None, Any]:
-    """The status, the header `Retry-After` and the body of a read."""
+    """Return the status, the header `Retry-After` and the body of a read."""
     async with site.http.get(path, params=scope) as response:
         return response.status, response.headers.get("Retry-After"), await response.json()
 
@@ -42,7 +42,7 @@ async def test_a_call_waits_for_an_engine_that_returns_after_all_timeouts() -> N
         (await reading).release()
     other = fake_engine("e1", model=OTHER_MODEL)
     async with serving(MemoryFile(records), other, HURRIED) as site:
-        for _ in range(2):  # A reader may come back any number of times.
+        for _ in range(2):  # a reader may retry any number of times
             status, retry_after, body = await answer(site, path, scope)
             assert (status, retry_after, body["error"]["type"]) == (503, "1", "no_engine")
             assert MODEL in body["error"]["message"]
@@ -72,7 +72,8 @@ async def test_models_of_the_journal_are_known_and_others_are_refused_at_the_cal
 
 
 async def test_an_accepted_call_waits_for_its_engine_although_another_registers_first() -> None:
-    """Also after a restart: the journal has the call, but no engine has served its model yet."""
+    """This also holds after a restart: the journal has the call, but no engine has served its model
+    yet."""
     async with serving(file := MemoryFile()) as site, program(site) as scope:
         for engine in list(site.core.fleet):
             site.core.fleet.lose(engine, "test")
@@ -120,7 +121,7 @@ async def _completes_late(site: Site, response_id: str) -> None:
     assert made["output"][0]["content"][0]["text"]
 
 
-async def test_a_final_error_does_not_ask_the_client_to_come_back() -> None:
+async def test_a_final_error_has_no_retry_after() -> None:
     engine = fake_engine("e0", model=MODEL, script=Script(error=OutOfMemory("full")))
     async with serving(MemoryFile(), engine) as site, program(site) as scope:
         call = await site.post("/v1/semantic_call", scope | CALL)

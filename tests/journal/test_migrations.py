@@ -1,8 +1,8 @@
-"""A journal that an older version wrote: tests/journal/files/6d5c16d6.db, schema version 1.
+"""A journal of an older version can be used: tests/journal/files/6d5c16d6.db, schema version 1.
 
-It was made by the code of commit 6d5c16d6: a ServeCore with an API key, and simulated engines of
+The code of commit 6d5c16d6 has written it: a ServeCore with an API key, and simulated engines of
 the models `a` and `b`. All processes were killed while two calls of `b` were running. The JSON file
-has what clients had received."""
+contains the answers that clients had received."""
 
 import asyncio
 import json
@@ -37,7 +37,7 @@ SIZE = 2**30
 
 
 def models_of(path: Path) -> tuple[int, set[str]]:
-    """The schema version, and the models of records of kind `model`."""
+    """Return the schema version, and the models of records of kind `model`."""
     with closing(sqlite3.connect(path)) as database:
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         rows = database.execute("SELECT payload FROM records WHERE kind = 'model'").fetchall()
@@ -50,7 +50,7 @@ async def read(site: Site, var_id: str) -> tuple[int, Any]:
         return answer.status, await answer.json()
 
 
-async def test_all_that_clients_had_received_is_there_and_unfinished_work_goes_on(
+async def test_received_answers_are_kept_and_unfinished_work_continues(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "journal"
@@ -90,7 +90,7 @@ async def test_all_that_clients_had_received_is_there_and_unfinished_work_goes_o
     assert models_of(path) == (SCHEMA, {"a", "b"})
 
 
-def test_a_migration_happens_once_and_old_versions_refuse_the_file(tmp_path: Path) -> None:
+def test_a_migration_runs_once_and_old_versions_reject_the_file(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     shutil.copy(OLD, path)
     counts: list[int] = []
@@ -102,7 +102,7 @@ def test_a_migration_happens_once_and_old_versions_refuse_the_file(tmp_path: Pat
     assert models_of(path)[0] == SCHEMA
 
 
-def test_a_damaged_file_is_cut_before_it_is_migrated(tmp_path: Path) -> None:
+def test_a_damaged_file_is_truncated_before_it_is_migrated(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     shutil.copy(OLD, path)
     with closing(sqlite3.connect(path)) as database, database:
@@ -143,8 +143,8 @@ async def test_tables_of_postgresql_are_migrated_under_the_lease(postgres: Serve
     assert schema == (SCHEMA,)
 
 
-def test_each_kind_of_call_makes_its_models_known() -> None:
-    """One record alone: no other record names the model."""
+def test_the_records_of_each_kind_of_call_contain_its_models() -> None:
+    """The test uses a single record, so that no other record names the model."""
     payloads: list[tuple[str, dict[str, Any]]] = [
         ("call", {"request": {"models": ["m"]}}),
         ("graph", {"request": {"calls": [{"models": ["m"]}, {}]}}),

@@ -1,4 +1,4 @@
-"""The answers that clients receive over HTTP, and their times, with a slow or full disk."""
+"""The answers of clients over HTTP, and when they arrive, with a slow or full disk."""
 
 import asyncio
 import json
@@ -24,7 +24,7 @@ from tests.support.fake_engine import FakeEngine, fake_engine
 
 
 class HeldFile(MemoryFile):
-    """A disk that writes when `asked` while it is `open`, and fails while it is `full`."""
+    """A disk that writes only while it is `open`, and fails while it is `full`."""
 
     def __init__(self, records: Sequence[Record] = ()) -> None:
         super().__init__(records)
@@ -64,7 +64,7 @@ def journal_of(site: Site) -> Journal:
 
 
 async def full(site: Site, file: HeldFile) -> None:
-    """The disk is full, and ServeCore has found that out."""
+    """Make the disk full, and wait until ServeCore knows."""
     file.full = True
     assert (await site.send("/v1/session", {}))[0] == 507
 
@@ -81,8 +81,8 @@ CALL = {
 }
 
 
-async def test_what_is_ended_while_the_disk_is_full_is_ended_and_answered() -> None:
-    """Otherwise no client could make room, or see that there is room."""
+async def test_calls_and_sessions_can_be_ended_while_the_disk_is_full() -> None:
+    """Otherwise no client could free space, or see that there is space."""
     file = HeldFile()
     async with serving(file) as site, program(site) as scope:
         call = await site.post("/v1/semantic_call", scope | CALL)
@@ -104,7 +104,7 @@ async def test_what_is_ended_while_the_disk_is_full_is_ended_and_answered() -> N
         file.full = False
         journal = journal_of(site)
         async with asyncio.timeout(20):
-            while journal.trouble:  # noqa: ASYNC110 - the next attempt is a matter of time
+            while journal.trouble:  # noqa: ASYNC110 - there is no event for the next attempt
                 await asyncio.sleep(0.02)
             await journal.durable()
         assert "parrot_journal_unwritable 0.0" in b"".join(site.core.metrics()).decode()
@@ -124,12 +124,12 @@ ALL_STREAMS = [(path, {}) for path in ENDPOINTS] + [("/v1/chat/completions", {"n
 
 
 @pytest.mark.parametrize(("path", "fields"), ALL_STREAMS)
-async def test_a_stream_ends_when_its_answer_is_on_disk(path: str, fields: dict[str, int]) -> None:
-    """Its pieces come before."""
+async def test_a_stream_ends_after_its_answer_is_on_disk(path: str, fields: dict[str, int]) -> None:
+    """Chunks arrive before the answer is on disk, the end only after that."""
     file = HeldFile()
     body = ENDPOINTS[path] | {"model": MODEL, "stream": True} | fields
     async with serving(file) as site:
-        await site.post(path, body | {"stream": False})  # its program has a session
+        await site.post(path, body | {"stream": False})  # creates the session of the program
         file.open.clear()
         async with site.http.post(path, json=body) as response:
             seen = b""
@@ -146,7 +146,7 @@ async def test_a_stream_ends_when_its_answer_is_on_disk(path: str, fields: dict[
 
 
 async def test_a_session_that_could_not_be_written_has_ended() -> None:
-    """Its program was refused and does not know it."""
+    """The program got an error, and does not know the session's id."""
     file = HeldFile()
     async with serving(file) as site:
         await full(site, file)
@@ -162,7 +162,7 @@ NEW = {"session": {}, "semantic_graph": {"session": {}, "calls": [CALL]}}
 
 
 @pytest.mark.parametrize("path", NEW)
-async def test_a_session_whose_client_left_before_it_knew_has_ended(path: str) -> None:
+async def test_a_session_ends_if_its_client_left_before_the_answer(path: str) -> None:
     file = HeldFile()
     async with serving(file) as site:
         file.open.clear()
@@ -179,8 +179,8 @@ async def test_a_session_whose_client_left_before_it_knew_has_ended(path: str) -
 
 
 @pytest.mark.parametrize("path", ["semantic_var", "session/{session_id}"])
-async def test_variables_are_listed_when_they_are_on_disk(path: str) -> None:
-    """As they are read."""
+async def test_variables_are_listed_after_they_are_on_disk(path: str) -> None:
+    """Listing and reading have the same rule."""
     file = HeldFile()
     async with serving(file) as site, program(site) as scope:
         file.open.clear()
@@ -209,10 +209,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_that_something_was_done_before_is_told_when_it_is_on_disk(
+async def test_a_repeated_request_is_answered_after_the_first_is_on_disk(
     name: str, is_lost: bool
 ) -> None:
-    """Who sends a request again, since its answer was lost, takes that for the answer."""
+    """A client that repeats a request after a lost answer treats `already done` as a success."""
     path, body, status = REFUSED[name]
     method = "DELETE" if name == "end" else "POST"
     file = HeldFile()
@@ -241,7 +241,7 @@ async def test_that_something_was_done_before_is_told_when_it_is_on_disk(
         file.full = False
 
 
-async def test_an_answer_that_was_made_is_given_though_the_disk_is_full() -> None:
+async def test_a_finished_answer_is_returned_although_the_disk_is_full() -> None:
     file = HeldFile()
     engine = fake_engine("e0", model=MODEL)
     engine.script.hang_after = 1
@@ -263,7 +263,7 @@ RESPONSES = "/v1/responses"
 
 
 async def ended(site: Site, response_id: str) -> Any:
-    """The response, when it is over."""
+    """Poll a response until it has ended."""
     async with asyncio.timeout(20):
         async with site.http.get(f"{RESPONSES}/{response_id}", params={"stream": "true"}) as it:
             await it.text()
@@ -287,8 +287,8 @@ async def begun_in_the_background(site: Site, **fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(("store", "stream"), [(True, False), (True, True), (False, True)])
-async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: bool) -> None:
-    """With this id, a client would find no response after a restart."""
+async def test_a_response_that_cannot_be_stored_is_not_returned(store: bool, stream: bool) -> None:
+    """After a restart, there would be no response with this id."""
     file, engine = HeldFile(), hanging()
     body = {"model": MODEL, "input": "Hi", "store": store, "stream": stream}
 
@@ -310,7 +310,7 @@ async def test_a_response_that_cannot_be_kept_is_not_given(store: bool, stream: 
 
 
 class NoResponses(HeldFile):
-    """Responses cannot be written until it is `open`."""
+    """A storage that cannot write responses until it is `open`."""
 
     def write(self, records: Sequence[Record]) -> None:
         if any(record.subject.startswith("resp_") for record in records):
@@ -319,7 +319,7 @@ class NoResponses(HeldFile):
             MemoryFile.write(self, records)
 
 
-async def test_a_response_is_given_again_when_it_is_on_disk() -> None:
+async def test_a_response_is_repeated_after_it_is_on_disk() -> None:
     file = NoResponses()
     body = {"model": MODEL, "input": "Hi"}
     async with serving(file) as site:
@@ -339,8 +339,8 @@ async def test_a_response_is_given_again_when_it_is_on_disk() -> None:
         assert json.loads(await first)["id"] in await again
 
 
-async def test_that_a_response_is_gone_is_told_when_its_end_is_on_disk() -> None:
-    """Who deletes it again, since the answer was lost, takes that for the answer."""
+async def test_a_repeated_deletion_is_answered_after_the_first_is_on_disk() -> None:
+    """A client that repeats the deletion after a lost answer treats `not found` as a success."""
     file = HeldFile()
     async with serving(file) as site:
         response = await site.post(RESPONSES, {"model": MODEL, "input": "Hi"})
@@ -360,13 +360,13 @@ async def test_that_a_response_is_gone_is_told_when_its_end_is_on_disk() -> None
         assert await asyncio.gather(*asking) == [200, 404]
 
 
-async def test_a_response_that_ends_as_its_server_stops_is_kept() -> None:
+async def test_a_response_that_ends_during_the_shutdown_is_kept() -> None:
     file, engine = MemoryFile(), hanging()
     async with serving(file, engine) as site:
         asking = asyncio.ensure_future(site.post(RESPONSES, {"model": MODEL, "input": "Hi"}))
         while not engine.requests:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        site.core.is_closing = True  # its sessions have not ended yet
+        site.core.is_closing = True  # its sessions are still open
         engine.resume.set()
         made = await asking
     async with serving(MemoryFile(file.records)) as site:
@@ -374,8 +374,8 @@ async def test_a_response_that_ends_as_its_server_stops_is_kept() -> None:
 
 
 @pytest.mark.parametrize("stream", ["true", "false"])
-async def test_a_background_response_is_told_when_it_is_on_disk(stream: str) -> None:
-    """Until then a restart would make another one."""
+async def test_a_background_response_is_returned_after_it_is_on_disk(stream: str) -> None:
+    """Before that, a restart would create another response."""
 
     class Held(MemoryFile):
         reached, open = threading.Event(), threading.Event()
@@ -405,7 +405,7 @@ async def test_a_background_response_is_told_when_it_is_on_disk(stream: str) -> 
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-async def test_a_background_response_is_made_again_after_a_restart(is_killed: bool) -> None:
+async def test_a_background_response_is_recomputed_after_a_restart(is_killed: bool) -> None:
     file, tools = MemoryFile(), [{"type": "function", "name": "f", "parameters": {}}]
     engine = fake_engine("e0", model=MODEL)
     async with serving(file, engine) as site:
@@ -446,8 +446,8 @@ async def test_a_background_response_is_made_again_after_a_restart(is_killed: bo
         assert (await ended(site, began["id"])) == made
 
 
-async def test_a_full_queue_refuses_no_background_response_after_a_restart() -> None:
-    """It was accepted before."""
+async def test_a_full_queue_rejects_no_restored_background_response() -> None:
+    """The response was accepted before the restart."""
     async with serving(file := MemoryFile(), hanging()) as site:
         began = [await begun_in_the_background(site, input=f"Say {i}") for i in range(3)]
         await journal_of(site).durable()
@@ -462,7 +462,7 @@ async def test_a_full_queue_refuses_no_background_response_after_a_restart() -> 
 
 
 async def test_a_full_disk_fails_no_background_response_after_a_restart() -> None:
-    """It is made when there is room."""
+    """The response is computed when the disk has space."""
     async with serving(file := HeldFile(), hanging()) as site:
         began = await begun_in_the_background(site)
         await journal_of(site).durable()

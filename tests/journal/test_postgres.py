@@ -1,4 +1,4 @@
-"""The journal in PostgreSQL: its lease, a former holder's writes, damage, a full journal, and a
+"""The journal in PostgreSQL: its lease, writes of a former holder, damage, a full journal, and a
 server that dies or hangs."""
 
 import asyncio
@@ -64,7 +64,7 @@ async def read(address: str) -> list[Record]:
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - threads change it
+        while not condition():  # noqa: ASYNC110 - threads change the condition
             await asyncio.sleep(0.02)
 
 
@@ -81,7 +81,7 @@ def execute(address: str, statement: str) -> list[tuple[object, ...]]:
         return cursor.fetchall() if cursor.description else []
 
 
-async def test_what_was_written_is_read_and_each_holder_has_a_higher_epoch(
+async def test_written_records_are_read_and_each_holder_has_a_higher_epoch(
     postgres: Server,
 ) -> None:
     address = postgres.database()
@@ -91,7 +91,7 @@ async def test_what_was_written_is_read_and_each_holder_has_a_higher_epoch(
         assert (list(records.read()), records.last_seq()) == ([], 0)
         for begin in range(0, 60, 7):
             records.write(written[begin : begin + 7])
-        records.write(written[-7:])  # as after a commit whose answer was lost
+        records.write(written[-7:])  # like after a commit whose answer was lost
         epochs.append(records.epoch)
     for _ in range(2):
         async with held(address) as records:
@@ -101,10 +101,10 @@ async def test_what_was_written_is_read_and_each_holder_has_a_higher_epoch(
             epochs.append(records.epoch)
     assert len(set(epochs)) == 3
     assert epochs == sorted(epochs)
-    assert abs(epochs[0] / 1000 - time.time()) < 60  # also greater than those without a journal
+    assert abs(epochs[0] / 1000 - time.time()) < 60  # greater than without a journal
 
 
-async def test_what_has_ended_is_not_read_and_goes_bit_by_bit(postgres: Server) -> None:
+async def test_ended_sessions_are_not_read_and_are_deleted_in_steps(postgres: Server) -> None:
     address = postgres.database()
     async with held(address) as records:
         list(records.read())
@@ -112,7 +112,7 @@ async def test_what_has_ended_is_not_read_and_goes_bit_by_bit(postgres: Server) 
         records.write([record(1200, "new"), record(1201, "old", ENDED)])
         assert [r.subject for r in records.read()] == ["new"]
         records.trim()
-    async with held(address) as records:  # it died on the way
+    async with held(address) as records:  # after a kill during trimming
         assert [r.subject for r in records.read()] == ["new"]
         while records.has_ended:
             records.trim()
@@ -120,7 +120,7 @@ async def test_what_has_ended_is_not_read_and_goes_bit_by_bit(postgres: Server) 
         assert records._size == sum(len(record(1200).payload) + 128 for _ in range(1))
 
 
-async def test_who_lost_the_lease_changes_nothing(postgres: Server) -> None:
+async def test_a_process_without_the_lease_cannot_write(postgres: Server) -> None:
     address = postgres.database()
     async with held(address) as old:
         list(old.read())
@@ -139,8 +139,8 @@ async def test_who_lost_the_lease_changes_nothing(postgres: Server) -> None:
     assert [r.subject for r in await read(address)] == ["1", "new"]
 
 
-async def test_a_commit_under_way_is_read_by_who_takes_over(postgres: Server) -> None:
-    """The next holder waits for all writes of this epoch that were let in."""
+async def test_a_running_commit_is_read_by_the_successor(postgres: Server) -> None:
+    """The next holder waits for all running writes of the previous epoch."""
     address = postgres.database()
     async with taken(address) as old:
         execute(address, "UPDATE parrot_lease SET expires = '-infinity'")
@@ -159,7 +159,7 @@ async def test_a_commit_under_way_is_read_by_who_takes_over(postgres: Server) ->
         await new.close()
 
 
-async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
+async def test_a_lease_is_released_at_once_or_expires(
     postgres: Server,
 ) -> None:
     address = postgres.database()
@@ -168,18 +168,18 @@ async def test_a_lease_that_is_given_back_is_free_at_once_else_it_runs_out(
     await first.acquire()
     taking = asyncio.create_task(second.acquire())
     await asyncio.wait((taking,), timeout=LEASE_S + 1)
-    assert not taking.done()  # it is renewed
+    assert not taking.done()  # the lease is renewed
     start = time.monotonic()
     await first.close()
     await asyncio.wait_for(taking, LEASE_S - 0.1)
-    second._is_closing.set()  # it dies: the thread would have given the lease back
+    second._is_closing.set()  # like a killed process, it does not release the lease
     second._until = 0.0
     async with taken(address):
         assert time.monotonic() - start > LEASE_S - 0.1
     await second.close()
 
 
-async def test_a_defect_of_the_lease_s_thread_is_told(
+async def test_a_defect_of_the_lease_thread_is_reported(
     postgres: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Lease, connection: object) -> bool:
@@ -200,7 +200,7 @@ async def test_a_defect_of_the_lease_s_thread_is_told(
         pass
 
 
-async def test_damage_costs_what_is_behind_it(postgres: Server) -> None:
+async def test_damage_loses_only_later_records(postgres: Server) -> None:
     address = postgres.database()
     async with held(address) as records:
         list(records.read())
@@ -215,7 +215,7 @@ async def test_damage_costs_what_is_behind_it(postgres: Server) -> None:
     assert execute(address, f"SELECT min(seq), max(seq) FROM {aside}") == [(20, 29)]
 
 
-async def test_the_bound_refuses_until_something_ends(postgres: Server) -> None:
+async def test_a_full_journal_rejects_work_until_a_session_ends(postgres: Server) -> None:
     address = postgres.database()
     async with held(address, 2**20) as records:
         journal = Journal(records, MonotonicClock())
@@ -227,7 +227,7 @@ async def test_the_bound_refuses_until_something_ends(postgres: Server) -> None:
             with suppress(InsufficientStorage):
                 await journal.durable()
         assert 90 < count < 110
-        await journal.published()  # results from before are published
+        await journal.published()  # earlier results are published
         with pytest.raises(Full):
             records.write([record(10**6, size=2**20)])
         journal.end("0")
@@ -236,7 +236,7 @@ async def test_the_bound_refuses_until_something_ends(postgres: Server) -> None:
     assert {r.subject for r in await read(address)} == {"1"}
 
 
-async def test_a_server_that_refuses_writes_gives_507_and_is_asked_again(
+async def test_rejected_writes_cause_507_and_are_retried(
     postgres: Server,
 ) -> None:
     address = postgres.database()
@@ -256,7 +256,7 @@ async def test_a_server_that_refuses_writes_gives_507_and_is_asked_again(
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
+async def test_unwritten_values_are_not_returned_after_the_lease_may_have_expired(
     how: str, postgres: Server
 ) -> None:
     address = postgres.database()
@@ -284,7 +284,9 @@ async def test_nothing_unwritten_is_told_when_the_lease_may_have_lapsed(
                 await asyncio.to_thread(postgres.start)
             else:
                 postgres.signal(signal.SIGCONT)
-        await until(lambda: not journal.trouble and records.is_owned())  # no other process took it
+        await until(
+            lambda: not journal.trouble and records.is_owned()
+        )  # no other process has the lease
         await journal.durable()
         await journal.close()
     assert len(await read(address)) == 2
@@ -303,7 +305,7 @@ async def test_a_restart_of_the_server_between_two_writes_is_not_noticed(
     assert await read(address) == [record(1), record(2)]
 
 
-async def test_what_is_no_journal_of_this_version_is_refused_without_its_password(
+async def test_the_error_for_other_versions_contains_no_password(
     postgres: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     address = postgres.database()
@@ -330,10 +332,11 @@ async def test_what_is_no_journal_of_this_version_is_refused_without_its_passwor
         await serve_in_turn(CoreConfig(journal=address))
 
 
-async def test_a_lease_counts_from_the_question_not_from_the_answer(
+async def test_a_lease_starts_at_the_time_of_the_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The server may have counted from the question, and have given the lease away meanwhile."""
+    """The server may have started the lease at the time of the request, and may already have given
+    it to another process."""
     now = 100.0
 
     class SlowServer:

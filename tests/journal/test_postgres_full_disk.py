@@ -43,12 +43,12 @@ def disk(postgres: Server) -> Iterator[SmallDisk]:
 
 @pytest.fixture
 def address(postgres: Server, disk: SmallDisk) -> Iterator[str]:
-    """A database on the small disk."""
+    """Create a database on the small disk."""
     address = postgres.database("small")
     yield address
     disk.clear()
     execute(postgres.address("postgres"), f"DROP DATABASE {address.rpartition('/')[2]}")
-    execute(postgres.address("postgres"), "CHECKPOINT")  # It removes the files.
+    execute(postgres.address("postgres"), "CHECKPOINT")  # removes the files
 
 
 @asynccontextmanager
@@ -58,7 +58,8 @@ async def on_postgres(address: str, engine: Any = None) -> AsyncIterator[Site]:
 
 
 async def free_bytes(disk: SmallDisk) -> int:
-    """Of the next second, the most: each attempt to fill the reserve uses all for a moment."""
+    """Return the maximum of the free bytes within 1 s, because each attempt to fill the reserve
+    uses all space for a moment."""
     found = []
     for _ in range(20):
         found.append(disk.free_bytes())
@@ -73,10 +74,10 @@ async def state(site: Site) -> str:
 
 
 async def until_refused(site: Site, scope: dict[str, Any]) -> list[tuple[str, str]]:
-    """The ids and contents of the variables that were accepted before."""
+    """Create variables until one is rejected. Returns the ids and contents of the accepted ones."""
     accepted = []
     for _ in range(10_000):
-        content = secrets.token_hex(2000)  # It cannot be compressed.
+        content = secrets.token_hex(2000)  # random, so it cannot be compressed
         body = scope | {"var_name": "x", "content": content}
         async with site.http.post("/v1/semantic_var", json=body) as answer:
             found = await answer.json()
@@ -89,10 +90,10 @@ async def until_refused(site: Site, scope: dict[str, Any]) -> list[tuple[str, st
 
 
 async def until_full(site: Site, scope: dict[str, Any], disk: SmallDisk) -> None:
-    """Let records of accepted work need more than the reserve."""
+    """Append records of accepted work that need more than the reserve."""
     disk.fill()
     while await state(site) != "full":
-        filler = {"text": secrets.token_hex(100_000)}  # It is too large for the pages in use.
+        filler = {"text": secrets.token_hex(100_000)}  # too large for the free space in used pages
         journal_of(site).append(str(scope["session_id"]), Kind.READ, filler)
         await asyncio.sleep(0.01)
 
@@ -109,7 +110,7 @@ async def test_finished_work_is_written_to_the_reserve_and_new_work_is_refused(
         site.engine.resume.set()
         status, _, value = await read(site, path, scope)
         assert status == 200
-        disk.free(RESERVE // 2)  # The next records would need the reserve again.
+        disk.free(RESERVE // 2)  # the next records would need the reserve again
         await asyncio.sleep(2)
         assert (await site.send("/v1/session", {}))[0] == 507
         disk.clear()
@@ -126,7 +127,7 @@ async def test_finished_work_is_written_to_the_reserve_and_new_work_is_refused(
 
 
 async def test_a_value_that_is_not_stored_stays_in_memory(address: str, disk: SmallDisk) -> None:
-    """The reserve is full, too."""
+    """The disk and the reserve are full."""
     async with on_postgres(address, hanging()) as site, held_call(site) as (scope, path):
         disk.fill()
         await until_refused(site, scope)
@@ -145,8 +146,8 @@ async def test_a_value_that_is_not_stored_stays_in_memory(address: str, disk: Sm
         assert not site.engine.requests
 
 
-async def test_ended_sessions_make_room(address: str, disk: SmallDisk) -> None:
-    """Their space is used again at once: the server itself would do it after about a minute."""
+async def test_ended_sessions_free_space(address: str, disk: SmallDisk) -> None:
+    """Their space is reused at once. The server itself would free it after about 60 s."""
     async with on_postgres(address) as site:
         scopes = []
         for _ in range(2):
@@ -163,7 +164,7 @@ async def test_ended_sessions_make_room(address: str, disk: SmallDisk) -> None:
         path = f"/v1/session/{scopes[0]['session_id']}"
         async with site.http.delete(path, headers=headers) as gone:
             assert gone.status == 200
-        await asyncio.sleep(2)  # It tries to fill the reserve.
+        await asyncio.sleep(2)  # ServeCore tries to fill the reserve meanwhile
         for _ in range(5):
             journal_of(site).append(str(scopes[1]["session_id"]), Kind.READ, large)
             await journal_of(site).durable()
@@ -209,7 +210,7 @@ def test_a_process_that_loses_records_logs_them_and_fails(
 
 
 def until_serving(url: str) -> Any:
-    """A session of the process at this address, when it holds the lease."""
+    """Wait until the process at this address holds the lease, and create a session."""
     for _ in range(200):
         status, session = ask(f"{url}/v1/session", {})
         if status == 200:
@@ -221,7 +222,7 @@ def until_serving(url: str) -> Any:
 def test_nothing_acknowledged_is_lost_if_the_log_of_the_server_has_no_space(
     postgres: Server, tmp_path: Path
 ) -> None:
-    """The server ends then, and does not start before it has space."""
+    """In that case, the server ends and does not start before it has space."""
     with (
         small_disk(12 * 2**20, owner=postgres.owner) as disk,
         running_server(disk.folder / "log") as server,
@@ -253,7 +254,7 @@ def test_nothing_acknowledged_is_lost_if_the_log_of_the_server_has_no_space(
 
 
 async def test_a_write_whose_connection_breaks_is_stored_once(postgres: Server) -> None:
-    """The server completes the statement, and the client does not know that."""
+    """The server completes the statement, but the client does not know it."""
     address = postgres.database()
     prepare(address)
     async with Link(postgres.port) as link:

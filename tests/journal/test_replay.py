@@ -1,4 +1,4 @@
-"""Replaying the records restores the state before the restart, after each record."""
+"""Replaying any number of records restores the state after these records."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ Choose = Callable[[int], int]
 
 
 class World:
-    """A core with a journal that began with `records`."""
+    """A ServeCore with a journal that initially has `records`."""
 
     def __init__(self, records: list[Record], first_session_id: int = 0) -> None:
         self.file = MemoryFile(records)
@@ -58,7 +58,7 @@ class World:
         self.journal = Journal(self.file, self.clock)
         self.engine = held_engine(model="m", text=False)
         config = CoreConfig(
-            cluster_token="of both",  # so their salts are the same
+            cluster_token="of both",  # so that their cache salts are equal
             engine_heartbeat_timeout=1e9,
         )
         self.core = ServeCore(
@@ -100,7 +100,7 @@ class _NoSandbox:
 
 
 class Program:
-    """Does something that `choose` decides on."""
+    """A program whose actions `choose` determines."""
 
     def __init__(self, world: World, choose: Choose) -> None:
         self.world = world
@@ -195,7 +195,7 @@ class Program:
             self.world.reads.append(reading)
 
     def run(self, session: Session) -> None:
-        """The engine ends one of its calls, or fails: then it may get the call again."""
+        """Let the engine finish a call or fail. After a failure, it may get the call again."""
         held = self.world.engine.held
         if not held:
             return
@@ -254,14 +254,14 @@ async def _run_and_replay(data: st.DataObject) -> None:
                 verb(sessions[choose(len(sessions))] if sessions else None)
             except (ParrotError, InvalidRequest):
                 assert state_of(world.core) == before, verb
-            await world.settle()  # a read begins, calls run
-            await world.journal.durable()  # now, or a later draw depends on the journal's thread
+            await world.settle()  # reads start, and calls run
+            await world.journal.durable()  # otherwise later draws depend on the journal's thread
             await world.settle()
             world.core.check_integrity()
             states[world.journal._seq] = state_of(world.core), asked_calls(world.core)
         await world.journal.durable()
         records = world.file.records.copy()
-    finally:  # Hypothesis also ends examples that draw too much
+    finally:  # Hypothesis stops examples that draw too much
         await world.close()
     for count in range(len(records) + 1):
         again = World(records[:count])
@@ -285,7 +285,7 @@ def _check_restored(
 
 
 def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
-    """Answers of turns without a client are cancelled after a restart."""
+    """Remove answers of turns without a client, which are cancelled after a restart."""
     for session in state.values():
         orphans = [
             task for tasks in session["calls"].values() for task in tasks if task[1] == "turn"
@@ -297,15 +297,15 @@ def _without_orphans(state: dict[int, Any]) -> dict[int, Any]:
 
 @given(st.data())
 @settings(max_examples=examples(50), deadline=None)
-def test_each_prefix_of_the_records_gives_what_was_there(data: st.DataObject) -> None:
+def test_each_prefix_of_the_records_restores_its_state(data: st.DataObject) -> None:
     asyncio.run(_run_and_replay(data))
 
 
-async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> None:
+async def test_session_ids_never_repeat_although_the_clock_was_set_back() -> None:
     records: list[Record] = []
     given: list[int] = []
     auths: list[str] = []
-    for first in (5000, 100, 4000):  # the clock's times at each start
+    for first in (5000, 100, 4000):  # the time of the clock at each start
         world = World(records, first)
         scopes = [world.core.create_session(SessionCreateRequest()) for _ in range(3)]
         given += [scope.session_id for scope in scopes]
@@ -314,7 +314,9 @@ async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> N
             world.core.delete_session(**scope.model_dump())
         await world.journal.durable()
         ended = {record.subject for record in world.file.records if record.kind == ENDED}
-        records = [r for r in world.file.records if r.subject not in ended]  # the rest is trimmed
+        records = [
+            r for r in world.file.records if r.subject not in ended
+        ]  # other records are trimmed
         assert len(records) == 1
         await world.close()
     numbers = [world.core.sessions.numbers.number_of(one) for one in given]
@@ -326,7 +328,7 @@ async def test_ids_of_sessions_never_repeat_though_the_clock_was_set_back() -> N
     await world.close()
 
 
-async def test_an_error_is_told_when_it_is_on_disk() -> None:
+async def test_an_error_is_returned_after_it_is_on_disk() -> None:
     world = World([])
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
     var_id = world.core.create_var(**scope, var_name="v", content=None)
@@ -353,7 +355,9 @@ async def test_an_error_is_told_when_it_is_on_disk() -> None:
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
-async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_stopped: bool) -> None:
+async def test_a_value_is_returned_after_it_is_on_disk_although_its_session_ends(
+    is_stopped: bool,
+) -> None:
     world = World([])
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
     var_id = world.core.create_var(**scope, var_name="v", content=None)
@@ -382,9 +386,9 @@ async def test_a_value_is_told_when_it_is_on_disk_though_its_session_ends(is_sto
     await world.close()
 
 
-async def test_what_was_cancelled_before_it_heard_of_a_failure_stays_cancelled() -> None:
+async def test_a_call_cancelled_before_a_failure_reached_it_stays_cancelled() -> None:
     world = World([])
-    world.core.sessions.backlog.per_slice = 1  # as if it had other work to do
+    world.core.sessions.backlog.per_slice = 1  # like with a large backlog
     scope = world.core.create_session(SessionCreateRequest()).model_dump()
     var_id = world.core.create_var(**scope, var_name="v", content=None)
     parameters = [{"name": "x", "var_id": var_id}, _output("y")]
@@ -407,9 +411,9 @@ async def test_what_was_cancelled_before_it_heard_of_a_failure_stays_cancelled()
     await again.close()
 
 
-async def test_a_model_of_before_the_restart_is_waited_for() -> None:
+async def test_calls_wait_for_a_model_from_before_the_restart() -> None:
     world = World([])
-    await world.join()  # of `m`
+    await world.join()  # an engine of the model `m`
     await world.journal.durable()
     await world.close()
     again = World(world.file.records)
@@ -423,7 +427,7 @@ async def test_a_model_of_before_the_restart_is_waited_for() -> None:
     await again.close()
 
 
-async def test_a_session_that_cannot_be_restored_costs_no_other(
+async def test_a_session_that_cannot_be_restored_affects_no_other(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = World([])
@@ -439,7 +443,7 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
         else record
         for record in world.file.records
     ]
-    orphan = Record(len(records) + 1, 1.0, "77", Kind.READ, b"{}")  # of no session
+    orphan = Record(len(records) + 1, 1.0, "77", Kind.READ, b"{}")  # its session does not exist
     await world.close()
     again = World([*records, orphan])
     again.restore_all()
@@ -454,7 +458,7 @@ async def test_a_session_that_cannot_be_restored_costs_no_other(
 
 
 async def _few_calls(world: World, count: int = 3) -> list[dict[str, Any]]:
-    """Sessions with two calls each: one is done and one is running."""
+    """Create sessions with two calls each: a finished one and a running one."""
     await world.join()
     scopes = []
     for i in range(count):
@@ -480,7 +484,7 @@ def _call(world: World, scope: dict[str, Any], name: str = "f") -> str:
 
 @pytest.fixture
 def asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions are only restored when they are asked for."""
+    """Restore sessions only on demand."""
     monkeypatch.setattr(restoring, "_restore_dormant", lambda core: None)
 
 
@@ -489,7 +493,7 @@ def _scope(known: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("asleep")
-async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_on() -> None:
+async def test_a_session_is_restored_on_demand_while_others_continue() -> None:
     world = World([])
     first, second, third = await _few_calls(world)
     ids = {task for call in _tasks(world) for task in call}
@@ -526,7 +530,7 @@ async def test_a_session_comes_back_when_it_is_asked_for_beside_others_that_go_o
 
 
 @pytest.mark.usefixtures("asleep")
-async def test_a_session_counts_for_its_tenant_before_it_comes_back() -> None:
+async def test_a_session_counts_for_its_tenant_before_it_is_restored() -> None:
     world = World([])
     scopes = [_scope(scope) for scope in await _few_calls(world, 5)]
     large = scopes[0] | {"var_name": "large", "content": "x" * 100_000}
@@ -563,7 +567,7 @@ def _tasks(world: World) -> list[list[int]]:
 
 
 @pytest.mark.usefixtures("asleep")
-async def test_a_session_that_turns_out_broken_when_it_is_asked_for_is_gone() -> None:
+async def test_a_session_that_cannot_be_restored_on_demand_is_removed() -> None:
     world = World([])
     broken, idle, _ = await _few_calls(world)
     records = [
@@ -586,7 +590,7 @@ async def test_a_session_that_turns_out_broken_when_it_is_asked_for_is_gone() ->
     await again.close()
 
 
-async def test_many_sessions_come_back_in_small_steps_and_large_ones_at_once(
+async def test_many_sessions_are_restored_in_small_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     world = World([])
@@ -604,7 +608,7 @@ async def test_many_sessions_come_back_in_small_steps_and_large_ones_at_once(
     dormant = again.core.sessions.dormant
     assert scopes[0]["session_id"] not in dormant
     assert scopes[1]["session_id"] not in dormant
-    assert len(dormant) == 17  # one has been restored by now
+    assert len(dormant) == 17  # one session has been restored
     for _ in range(10_000):
         await asyncio.sleep(0)
         if not dormant:

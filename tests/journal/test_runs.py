@@ -14,7 +14,8 @@ from tests.journal.test_over_http import CALL, journal_of, program, serving
 
 
 async def finished_run(site: Site, **fields: Any) -> tuple[int, str, str]:
-    """A session with a finished call. Returns its id, the call's output, and its value."""
+    """Run and end a session with one call. Returns its id, the output of the call, and its
+    value."""
     async with program(site) as scope:
         call = await site.post("/v1/semantic_call", scope | CALL | fields)
         output = call["param_info"][-1]["var_id"]
@@ -28,7 +29,7 @@ async def finished_run(site: Site, **fields: Any) -> tuple[int, str, str]:
 
 
 async def rows_of(site: Site, view: str) -> dict[str, Any]:
-    """The rows of a view of the page; no rows if there is no such view."""
+    """Return the rows of a view of the page, or no rows if there is no such view."""
     async with site.http.get(f"/ui/api/{view}") as answer:
         if answer.status == 404:
             return {}
@@ -42,7 +43,7 @@ async def rows_of(site: Site, view: str) -> dict[str, Any]:
 
 
 def open_runs(file: MemoryFile) -> set[str]:
-    """The runs in the journal that are not deleted."""
+    """Return the runs in the journal that are not deleted."""
     ended = {record.subject for record in file.records if record.kind == ENDED}
     return {record.subject for record in file.records if record.kind == "run"} - ended
 
@@ -97,7 +98,7 @@ async def test_new_limits_apply_to_old_runs(config: CoreConfig, kept: int) -> No
     assert open_runs(file) == {f"run {run}" for run in runs[3 - kept :]}
 
 
-async def test_live_sessions_of_a_shutdown_are_no_runs() -> None:
+async def test_open_sessions_at_a_shutdown_are_not_runs() -> None:
     file = MemoryFile()
     async with serving(file) as site, program(site) as scope:
         await site.post("/v1/semantic_call", scope | CALL)

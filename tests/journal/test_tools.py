@@ -37,7 +37,7 @@ def test_a_check_counts_records_and_finds_damage(tmp_path: Path) -> None:
     assert path.read_bytes() == before  # A check changes nothing.
 
 
-def test_a_backup_while_the_journal_is_written_is_whole(tmp_path: Path) -> None:
+def test_a_backup_during_writes_is_consistent(tmp_path: Path) -> None:
     path = tmp_path / "j"
     file = JournalFile(str(path), SIZE)
     stop, written = threading.Event(), threading.Event()
@@ -55,13 +55,13 @@ def test_a_backup_while_the_journal_is_written_is_whole(tmp_path: Path) -> None:
     assert written.wait(20)
     for number in range(5):
         written.clear()
-        assert written.wait(20)  # The writer goes on between the backups.
+        assert written.wait(20)  # the writer continues between the backups
         before = last
         result = journal("backup", path, tmp_path / f"copy{number}")
         assert result.exit_code == 0, result.output
         found = read(tmp_path / f"copy{number}")
         assert len(found) >= before
-        assert len(found) % 2 == 0  # No transaction is cut in two.
+        assert len(found) % 2 == 0  # no transaction is split
         assert [one.seq for one in found] == list(range(1, len(found) + 1))
     stop.set()
     writer.join()
@@ -101,7 +101,7 @@ def test_a_damaged_copy_is_not_restored(tmp_path: Path) -> None:
     assert len(read(path)) == 10
 
 
-def test_compacting_removes_what_has_ended_and_shrinks_the_file(tmp_path: Path) -> None:
+def test_compacting_removes_ended_sessions_and_shrinks_the_file(tmp_path: Path) -> None:
     path = tmp_path / "j"
     filled(path, 400, size=4000)
     file = JournalFile(str(path), SIZE)

@@ -46,7 +46,7 @@ def until(is_met: Callable[[], Any], what: str) -> Any:
 
 
 def config_of(process: Path) -> str:
-    """The config of a server, from its unnamed temporary file."""
+    """Return the config of a server, from its unnamed temporary file."""
     files = (process / "fd").iterdir()
     return next(file.read_text() for file in files if "(deleted)" in os.readlink(file))
 
@@ -83,7 +83,7 @@ class Service:
         return {engine["engine_name"]: engine for engine in answer[1]["engines"]}
 
     def pids(self, name: str) -> list[int]:
-        """The running processes of this server, including earlier ones that still run."""
+        """Return the running processes of this server, including earlier ones that still run."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -107,8 +107,8 @@ class Service:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """A head without CPUs for engines, and two workers, of which one has GPUs that nobody looks
-    for."""
+    """A Ray cluster with a head without CPUs for engines, and two workers. One worker has fake
+    GPUs."""
     from ray.cluster_utils import Cluster
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
@@ -159,7 +159,7 @@ def test_examples_run_and_a_node_is_lost(cluster: Any, tmp_path: Path) -> None:
         before = service.engines
 
         def busiest() -> str | None:
-            """The engine with the most calls."""
+            """Return the engine with the most calls."""
             running = {name: e["num_running"] for name, e in service.engines.items()}
             name = max(running, key=running.__getitem__)
             return name if running[name] > 8 else None
@@ -284,7 +284,7 @@ def complete(url: str) -> None:
         assert re.search("length", answer.read().decode())
 
 
-def test_stop_ends_whatever_a_launch_has_begun(cluster: Any, tmp_path: Path) -> None:
+def test_stop_ends_all_servers_of_an_unfinished_launch(cluster: Any, tmp_path: Path) -> None:
     engine = {"engine_type": "sim", "drain_timeout": 5.0, "ray": {"num_cpus": 0}}
     unplaced = {"engine_type": "sim", "engine_name": "big", "ray": {"num_gpus": 64}}
     service = Service(cluster, tmp_path, engine, unplaced)
@@ -349,7 +349,7 @@ def test_stop_ends_whatever_a_launch_has_begun(cluster: Any, tmp_path: Path) -> 
     check_nothing_is_left()
 
 
-def test_what_cannot_be_placed_ends_the_launch(cluster: Any, tmp_path: Path) -> None:
+def test_a_server_that_cannot_be_placed_ends_the_launch(cluster: Any, tmp_path: Path) -> None:
     engine = {"engine_type": "sim", "ray": {"num_gpus": 64}}
     service = Service(cluster, tmp_path, engine)
     process = service.launch("--ready_timeout", "5", str(service.file))

@@ -15,7 +15,7 @@ def two_engines() -> ClusterPlan:
     return plan(CORE, [SIM, {**SIM, "engine_name": "big", "drain_timeout": 5.0}])
 
 
-def test_the_configs_are_those_that_servers_take() -> None:
+def test_the_planned_configs_are_valid() -> None:
     planned = two_engines()
     core = parse_config(CoreConfig, planned.core.placed(9100), "core")
     assert (core.host, core.port, core.api_keys) == ("0.0.0.0", 9100, ("key",))
@@ -49,7 +49,7 @@ def test_an_address_of_the_config_is_kept() -> None:
     ]
 
 
-def test_what_would_not_start_is_refused() -> None:
+def test_invalid_plans_are_rejected() -> None:
     with pytest.raises(ConfigError, match="`api_keys` are missing"):
         plan({}, [SIM])
     with pytest.raises(ConfigError, match="named 'a'"):
@@ -58,7 +58,7 @@ def test_what_would_not_start_is_refused() -> None:
         plan(CORE, [{**SIM, "engine_name": "core"}])
 
 
-def test_without_secrets_only_if_asked() -> None:
+def test_insecure_clusters_must_be_requested() -> None:
     planned = plan({"insecure": True}, [SIM])
     assert planned.core.token is None
     assert planned.engines[0].config["insecure"] is True

@@ -1,4 +1,4 @@
-"""The servers to run on Ray, and the node resources of each. Without Ray."""
+"""The plan of servers on Ray, and the node resources of each server. These tests need no Ray."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,9 @@ def test_an_engine_has_as_many_gpus_as_its_model_is_divided_among(tmp_path: Path
         ({"engine_name": "engine-1"}, "named 'engine-1'"),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path: Path, engine: dict[str, Any], problem: str) -> None:
+def test_invalid_settings_are_rejected(
+    tmp_path: Path, engine: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(ConfigError, match=problem):
         planned(tmp_path, engine, {"engine_type": "sim"})
 
@@ -96,12 +98,12 @@ def test_the_sample() -> None:
         (["--ray", "--stop", str(SAMPLE)], "config files are needed"),
     ],
 )
-def test_options_that_do_not_go_together(args: list[str], problem: str) -> None:
+def test_incompatible_options(args: list[str], problem: str) -> None:
     result = parrot("launch", *args)
     assert result.returncode == 2
     assert problem in result.stderr
 
 
-def test_without_ray_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parrot.cli.launch.find_spec", lambda name: None)
     assert "Ray is not installed: pip install -e '/" in failed("launch", "--ray", str(SAMPLE))

@@ -21,7 +21,8 @@ def scaler(**keys: float) -> Autoscaler:
 def follow(
     autoscaler: Autoscaler, seconds: float, load_of: Callable[[int], PoolLoad], start: float = 0.0
 ) -> list[int]:
-    """The wanted numbers of engines under a load that depends on them. Engines start instantly."""
+    """Return the target numbers of engines over time, under a load that depends on the number of
+    engines. Engines start instantly."""
     return [
         autoscaler.observe(start + tick * TICK_S, load_of(autoscaler.wanted))
         for tick in range(int(seconds / TICK_S))
@@ -29,36 +30,37 @@ def follow(
 
 
 def demand(calls: float, slots: float = 10.0) -> Callable[[int], PoolLoad]:
-    """A load of as many calls at once, with `slots` on each engine: what does not fit waits."""
+    """Return a load with a fixed number of calls. Each engine runs `slots` calls; the others
+    wait."""
     return lambda n: PoolLoad(n, max(0.0, calls - n * slots), min(1.0, calls / (n * slots)))
 
 
-def test_a_queue_brings_engines() -> None:
+def test_a_queue_adds_engines() -> None:
     autoscaler = scaler(queue_per_engine=10)
     wanted = follow(autoscaler, 300, demand(60))
-    assert wanted[:6] == [1] * 6  # 30 s, a whole window.
+    assert wanted[:6] == [1] * 6  # 30 s, one window
     assert sorted(wanted) == wanted
-    assert wanted[-1] == 7  # 6 engines are full with all calls.
+    assert wanted[-1] == 7  # with 6 engines, all slots would be in use
 
 
-def test_kv_alone_brings_one_at_a_time() -> None:
+def test_full_kv_adds_one_engine_at_a_time() -> None:
     wanted = follow(scaler(), 100, lambda n: PoolLoad(n, 0, 0.95 if n < 3 else 0.6))
     assert sorted(set(wanted)) == [1, 2, 3]
 
 
-def test_while_an_engine_starts_nothing_more_is_wanted() -> None:
+def test_no_engine_is_added_while_another_starts() -> None:
     autoscaler = scaler()
     assert follow(autoscaler, 40, lambda n: PoolLoad(1, 8, 1.0))[-1] == 2
     assert set(follow(autoscaler, 1000, lambda n: PoolLoad(1, 100, 1.0), 40)) == {2}
 
 
-def test_one_that_never_serves_is_given_up_when_nothing_waits() -> None:
+def test_an_engine_that_never_serves_is_removed_when_nothing_waits() -> None:
     autoscaler = scaler()
     autoscaler.adopt(2)
     assert follow(autoscaler, 310, lambda n: IDLE)[-1] == 1
 
 
-def test_engines_go_one_by_one_after_a_quiet_time() -> None:
+def test_engines_are_removed_one_by_one_after_a_quiet_period() -> None:
     autoscaler = scaler()
     autoscaler.adopt(3)
     wanted = follow(autoscaler, 1000, lambda n: PoolLoad(n, 0, 0.1))
@@ -66,24 +68,24 @@ def test_engines_go_one_by_one_after_a_quiet_time() -> None:
     assert wanted.index(1) == 121
 
 
-def test_one_that_is_needed_stays() -> None:
+def test_an_engine_that_is_needed_stays() -> None:
     autoscaler = scaler()
     autoscaler.adopt(2)
     assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {
         2
-    }  # One engine would have a use of 0.6.
+    }  # one engine would have a utilization of 0.6
     autoscaler.observe(1000, None)
-    busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # Sometimes a call waits.
+    busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # sometimes a call waits
     assert {autoscaler.observe(2000 + 5.0 * t, busy[t % 21]) for t in range(400)} == {2}
 
 
-def test_what_is_not_known_changes_nothing_and_begins_anew() -> None:
+def test_missing_observations_restart_the_window() -> None:
     autoscaler = scaler()
     loads = [PoolLoad(1, 50, 1.0)] * 6 + [None]
     assert {autoscaler.observe(5.0 * t, loads[t % 7]) for t in range(100)} == {1}
     assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {
         1
-    }  # The observations are too far apart.
+    }  # the observations are too far apart
 
 
 def test_a_pool_of_a_fixed_size() -> None:
@@ -113,8 +115,8 @@ loads = st.none() | st.builds(PoolLoad, st.integers(0, 12), st.floats(0, 1e4), s
 @settings(deadline=None)
 @given(scalings(), st.lists(st.tuples(st.floats(0, 60), loads), max_size=200))
 def test_bounds_and_pauses(config: Scaling, observed: list[tuple[float, PoolLoad | None]]) -> None:
-    """Never under the least nor over the most; at most doubled, at most one taken away; and from
-    one change to the next a window passes."""
+    """The number stays within its bounds. A change at most doubles it or removes one engine, and at
+    least one window passes between two changes."""
     autoscaler, now = Autoscaler(config), 0.0
     changed_at: float | None = None
     for pause, load in observed:
@@ -138,8 +140,8 @@ def test_bounds_and_pauses(config: Scaling, observed: list[tuple[float, PoolLoad
 def test_no_flapping_under_a_constant_demand(
     config: Scaling, calls: float, begin: int, by_kv: bool
 ) -> None:
-    """The number goes up, perhaps too far since it doubles, then down, and stays: none that was
-    taken away comes back."""
+    """The number increases, perhaps too far because it doubles, then decreases and stays constant.
+    It never increases again."""
     autoscaler = Autoscaler(config)
     autoscaler.adopt(begin)
     load_of = demand(calls)
@@ -165,7 +167,7 @@ def status(name: str, num_running: int = 0, **fields: int) -> EngineStatus:
     )
 
 
-def test_a_load_is_of_all_engines_of_the_pool() -> None:
+def test_a_load_covers_all_engines_of_the_pool() -> None:
     full = status("a", 8, needed_tokens=100, tokens_capacity=1000, num_queued=3)
     empty = status("b", 0, needed_tokens=900, tokens_capacity=1000, num_queued=3)
     assert pool_load([full, empty]) == PoolLoad(2, 3, 0.5)
@@ -174,7 +176,7 @@ def test_a_load_is_of_all_engines_of_the_pool() -> None:
     assert pool_load([status("c", tasks_capacity=0)]).use == 0.0
 
 
-def test_those_that_do_least_are_spared() -> None:
+def test_the_least_busy_engines_are_removed() -> None:
     names = ["a", "b", "c", "d"]
     serving = {"a": status("a", 0), "b": status("b", 0), "d": status("d", 5)}
     assert engines_to_remove(names, serving, 4) == []
@@ -191,6 +193,6 @@ def test_those_that_do_least_are_spared() -> None:
         ({"min_engine": 3}, "Did you mean `min_engines`"),
     ],
 )
-def test_settings_that_cannot_be(keys: dict[str, float], problem: str) -> None:
+def test_invalid_settings(keys: dict[str, float], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_config(Scaling, keys, "ray")

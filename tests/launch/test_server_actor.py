@@ -23,7 +23,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def actors(folder: Path) -> Iterator[list[ServerActor]]:
-    """ServeCore, and an engine that drains for at most 1 s."""
+    """Actors of ServeCore and of an engine that drains for at most 1 s."""
     core = {"port": free_port("127.0.0.1", set()), "api_keys": ["a key of sixteen letters"]}
     planned = plan(core, [{"engine_type": "sim", "drain_timeout": 1.0}])
     servers = (planned.core, *planned.engines)
@@ -80,7 +80,7 @@ def test_an_engine_follows_its_core(
     assert "joined with id" in capfd.readouterr().out
 
 
-def test_a_server_that_was_ended_says_so_and_stays_ended(actors: list[ServerActor]) -> None:
+def test_a_stopped_server_reports_it_and_stays_stopped(actors: list[ServerActor]) -> None:
     core, engine = actors
     assert (core.stop_s(), engine.stop_s()) == (15.0, 16.0)
     until(core, lambda status: status.ready is not None)
@@ -90,7 +90,7 @@ def test_a_server_that_was_ended_says_so_and_stays_ended(actors: list[ServerActo
     assert not core._process.is_alive
 
 
-def test_a_server_that_dies_starts_again(actors: list[ServerActor]) -> None:
+def test_a_server_that_dies_is_restarted(actors: list[ServerActor]) -> None:
     core, _ = actors
     address = until(core, lambda status: status.ready is not None).address
     os.kill(core._process.pid, 9)

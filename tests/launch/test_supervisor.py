@@ -1,4 +1,4 @@
-"""The supervisor's actions and messages on a fake cluster. Without Ray."""
+"""The supervisor's actions and messages on a fake cluster. These tests need no Ray."""
 
 import json
 from collections.abc import Callable, Collection
@@ -135,7 +135,7 @@ def test_ready_when_the_least_number_of_engines_serves(tmp_path: Path) -> None:
     assert play.cluster.told[-1] == ("10.0.0.1", 9000)
 
 
-def test_what_has_no_place_is_named(tmp_path: Path) -> None:
+def test_servers_that_cannot_be_placed_are_named(tmp_path: Path) -> None:
     play = Play(tmp_path, {"engine_type": "builtin", "device": "cuda"})
     play.cluster.pending = {"engine-0"}
     with pytest.raises(ClusterError, match="engine-0: waits for 1 CPU, 1 GPU"):
@@ -177,7 +177,7 @@ def test_nothing_is_scaled_while_the_core_does_not_answer(tmp_path: Path) -> Non
     assert play.supervisor.missing == ["core", "a-0", "a-1"]
 
 
-def test_engines_are_told_that_the_core_has_moved(tmp_path: Path) -> None:
+def test_engines_get_the_new_address_of_the_core(tmp_path: Path) -> None:
     play = Play(tmp_path, SCALED)
     play.ready()
     play.cluster.core = ("10.0.0.9", 9000)
@@ -186,7 +186,7 @@ def test_engines_are_told_that_the_core_has_moved(tmp_path: Path) -> None:
     assert play.cluster.told[-1] == ("10.0.0.9", 9000)
 
 
-def test_deaths_are_told_once(tmp_path: Path) -> None:
+def test_deaths_are_reported_once(tmp_path: Path) -> None:
     play = Play(tmp_path, {})
     play.ready()
     play.cluster.deaths["engine-0"] = 1
@@ -198,7 +198,7 @@ def test_deaths_are_told_once(tmp_path: Path) -> None:
     assert play.said == ["engine-0 is dead\nengine-0 starts again"] * 2
 
 
-def test_a_second_supervisor_takes_over_what_is_there(tmp_path: Path) -> None:
+def test_a_second_supervisor_takes_over_existing_servers(tmp_path: Path) -> None:
     play = Play(tmp_path, SCALED, existing=["core", "a-0", "a-2", "a-3"])
     play.run(10)
     assert play.engines == ["a-0", "a-2", "a-3"]
@@ -206,7 +206,7 @@ def test_a_second_supervisor_takes_over_what_is_there(tmp_path: Path) -> None:
     assert play.engines == ["a-0", "a-2"]
 
 
-def test_the_end_of_all(tmp_path: Path) -> None:
+def test_shutdown(tmp_path: Path) -> None:
     play = Play(tmp_path, SCALED, {"engine_name": "b"})
     play.ready()
     play.supervisor.stop()
@@ -214,7 +214,7 @@ def test_the_end_of_all(tmp_path: Path) -> None:
     assert play.cluster.ended[3:] == ["core"]
 
 
-def test_what_is_ended_from_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
+def test_a_server_stopped_by_another_process_is_not_restarted(tmp_path: Path) -> None:
     play = Play(tmp_path, SCALED)
     play.ready()
     play.cluster.over = {"a-1"}
@@ -228,7 +228,7 @@ def test_what_is_ended_from_elsewhere_is_not_kept_alive(tmp_path: Path) -> None:
         play.ready()
 
 
-def test_a_hurry_waits_for_no_calls(tmp_path: Path) -> None:
+def test_an_immediate_shutdown_does_not_wait_for_calls(tmp_path: Path) -> None:
     play = Play(tmp_path, {"engine_name": "a"})
     play.ready()
     num_rounds = len(play.cluster.told)

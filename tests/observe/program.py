@@ -1,4 +1,4 @@
-"""Worlds, and a program that leaves something in every series."""
+"""Clusters, and a program that produces samples of every series."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Prometheus' own checks of what we write for it."""
+"""Run Prometheus' checks on our metrics, alerts and configurations."""
 
 import subprocess
 
@@ -6,7 +6,7 @@ from tests.support.programs import program
 
 
 def promtool(*args: str, stdin: bytes | None = None) -> None:
-    """Run `promtool check`, which must find nothing."""
+    """Run `promtool check`, and require that it finds nothing."""
     command = [program("prometheus", "promtool"), "check", *args]
     result = subprocess.run(command, input=stdin, capture_output=True, timeout=30, check=False)
     found = (result.stdout + result.stderr).decode()

@@ -89,7 +89,7 @@ def record_of_failure() -> logging.LogRecord:
     return logging.LogRecord("x", logging.ERROR, __file__, 1, "%s failed", ("it",), info)
 
 
-def test_json_tells_where_an_error_was_raised_and_not_its_message() -> None:
+def test_json_contains_the_place_of_an_error_but_not_its_message() -> None:
     text = JsonFormatter().format(record_of_failure())
     line = json.loads(text)
     assert (line["level"], line["message"], line["error"]) == ("ERROR", "it failed", "ValueError")

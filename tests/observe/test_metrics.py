@@ -27,7 +27,7 @@ Samples = Mapping[tuple[str, frozenset[str]], float]
 
 
 def samples(page: bytes) -> Samples:
-    """Values by the sample's name and the values of its labels."""
+    """Return the values of samples by name and label values."""
     return {
         (sample.name, frozenset(sample.labels.values())): sample.value
         for family in text_string_to_metric_families(page.decode())
@@ -83,7 +83,7 @@ def test_an_engine_counts_its_requests_under_the_fields_names() -> None:
         assert found["parrot_engine_request_success_total", own | {reason}] == 1
 
 
-def test_every_function_and_application_has_its_times(page: bytes) -> None:
+def test_every_function_and_application_has_durations(page: bytes) -> None:
     found = samples(page)
     for name in (
         "e2e_seconds",
@@ -148,7 +148,7 @@ def test_a_session_shows_its_costs_by_function() -> None:
         assert one.cost == pytest.approx((10 * one.prompt_tokens + 100 * 5) / 1e6)
 
 
-def test_functions_that_programs_make_up_share_a_series() -> None:
+def test_excess_function_names_share_a_series() -> None:
     async def many(cluster: SimCluster) -> bytes:
         client = cluster.client()
         scope = (await client.create_session(apps=["first", "second"])).model_dump()
@@ -175,7 +175,7 @@ class Count:
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", "d", "e", OTHER])), st.integers(1, 4))
-def test_nothing_is_lost_when_names_change_places(names: list[str], limit: int) -> None:
+def test_no_sample_is_lost_when_names_are_replaced(names: list[str], limit: int) -> None:
     series = SeriesByName(limit, Count)
     before = 0
     for number, name in enumerate(names, start=1):
@@ -188,7 +188,7 @@ def test_nothing_is_lost_when_names_change_places(names: list[str], limit: int) 
         before = other
 
 
-def test_a_name_that_is_used_much_more_takes_the_place_of_one_that_is_not() -> None:
+def test_a_frequent_name_replaces_a_rare_one() -> None:
     series = SeriesByName(2, Count)
     for name in ["rare", "common", "common"]:
         series.use(name)

@@ -1,4 +1,4 @@
-"""The sample board and alerts ask only for what servers export."""
+"""The sample board and alerts use only series that servers export."""
 
 import asyncio
 import importlib.util
@@ -35,12 +35,12 @@ def maker() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def exported() -> dict[str, set[str]]:
-    """The labels of every series that a ServeCore in use and an engine export, by name."""
+    """Return the labels of every exported series of a ServeCore and an engine, by name."""
 
     async def scrape(cluster: SimCluster) -> str:
         scope = await write_and_review(cluster.client(), ["essay"])
         await cluster.client().delete_session(**scope)
-        await asyncio.sleep(BEAT_S)  # engines tell how full they are
+        await asyncio.sleep(BEAT_S)  # engines report their load
         return b"".join(cluster.core.metrics()).decode()
 
     engine = EngineMetrics("e", "m").render(RuntimeInfo()).decode()
@@ -62,14 +62,14 @@ def expressions(maker: ModuleType) -> Iterator[str]:
     yield from re.findall(r"expr: (.*(?:\n {10}.*)*)", text)
 
 
-def test_the_board_is_as_it_is_made(maker: ModuleType) -> None:
+def test_the_board_is_up_to_date(maker: ModuleType) -> None:
     made = json.loads(json.dumps(maker.board()))
     assert json.loads(maker.BOARD.read_text()) == made, "run make_board.py"
     places = [tuple(panel["gridPos"].items()) for panel in made["panels"]]
     assert len(set(places)) == len(places)
 
 
-def test_every_expression_names_only_what_servers_export(
+def test_every_expression_uses_only_exported_series(
     maker: ModuleType, exported: dict[str, set[str]]
 ) -> None:
     asked: set[str] = set()

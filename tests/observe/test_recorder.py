@@ -16,7 +16,7 @@ from parrot.utils.clock import MonotonicClock
 from tests.support.held_world import HeldWorld
 
 
-async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings(tmp_path):
+async def test_reads_of_existing_values_and_equal_prefixes_are_recorded(tmp_path):
     path = tmp_path / "trace.jsonl"
     sink = TraceFile(str(path))
     clock = MonotonicClock()
@@ -39,7 +39,7 @@ async def test_values_that_are_there_are_reads_too_and_ids_tell_equal_beginnings
     sink.close()
     content = path.read_bytes()
     assert b"secret" not in content
-    assert b"xxx" not in content  # ids are hexadecimal: never by chance
+    assert b"xxx" not in content  # ids are hexadecimal, so this is not part of one
     events = [orjson.loads(line) for line in content.splitlines()]
     kinds = ["trace", "session", *["variable"] * 3, "read", "answer", "call", "end", "ended"]
     assert [event["event"] for event in events] == kinds
@@ -61,7 +61,7 @@ def test_a_trace_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
 
 async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog):
     class FullDisk(TraceFile):
-        """Has room for the header, an engine and one session's beginning."""
+        """A disk with space for the header, an engine and the start of one session."""
 
         num_left = 3
 
@@ -90,7 +90,7 @@ async def test_a_full_disk_ends_the_recording_and_nothing_else(tmp_path, caplog)
     assert "No space left" in caplog.text
 
 
-def test_a_trace_whose_end_cannot_be_written_is_closed_all_the_same(caplog):
+def test_a_trace_whose_end_cannot_be_written_is_closed(caplog):
     sink = TraceFile("/dev/full")
     sink(SetLine(at=0.0, session_id=1, var_id="x", value=TraceText(chars=0, ids=[])))
     sink.close()

@@ -1,4 +1,4 @@
-"""Which traces are exported: OpenTelemetry's samplers."""
+"""OpenTelemetry's samplers select the exported traces."""
 
 from collections.abc import Mapping
 
@@ -19,7 +19,8 @@ IDS = st.binary(min_size=16, max_size=16).filter(any).map(bytes.hex)
 CALLER = "cd" * 8
 
 
-LOW, HIGH = f"{1:032x}", "f" * 32  # ids that ratios above 0 take first and last
+# The ids of the first and the last trace that a ratio sampler selects.
+LOW, HIGH = f"{1:032x}", "f" * 32
 
 
 @pytest.mark.parametrize(

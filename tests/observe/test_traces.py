@@ -1,4 +1,4 @@
-"""The spans of a session, its caller's and its engine's."""
+"""The spans of a session, of its caller and of its engines."""
 
 import asyncio
 import subprocess
@@ -39,7 +39,8 @@ CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 
 
 class Traced:
-    """ServeCore and an engine over HTTP, whose spans are kept. `ratio` None: without a sampler."""
+    """ServeCore and an engine over HTTP, with recorded spans. If `ratio` is None, there is no
+    sampler."""
 
     def __init__(self, ratio: float | None = 1.0) -> None:
         self.exporter, self.engine_exporter = InMemorySpanExporter(), InMemorySpanExporter()
@@ -50,7 +51,7 @@ class Traced:
         self.engine_tracer = EngineTracer(export, "e", "m", sampler_of(None, {}))
 
     async def run(self, caller: str | None = None) -> dict[str, Any]:
-        """Run the program; returns its session's view."""
+        """Run the program, and return the view of its session."""
         headers = {"traceparent": caller} if caller else {}
         async with over_http(self.core, self.engine_tracer, headers) as client:
             scope = await write_and_review(client, ["essay"])
@@ -109,7 +110,7 @@ async def test_the_spans_are_the_graph() -> None:
     assert len({span.context.trace_id for span in traced.spans if span.context}) == 1
 
 
-async def test_a_completion_says_what_it_waited_for_and_its_engine_is_below_it() -> None:
+async def test_a_completion_span_has_its_waits_and_its_engine_span() -> None:
     traced = Traced()
     await traced.run()
     write, review = traced.named("text_completion write"), traced.named("text_completion review")
@@ -153,7 +154,7 @@ async def test_the_trace_is_that_of_the_caller() -> None:
 
 
 @pytest.mark.parametrize("caller", [CALLER[:-1] + "0"])
-async def test_a_caller_that_does_not_sample_is_obeyed(caller: str) -> None:
+async def test_the_sampling_decision_of_the_caller_is_respected(caller: str) -> None:
     traced = Traced()
     await traced.run(caller)
     assert not traced.spans
@@ -168,10 +169,10 @@ async def test_no_span_is_made_of_a_trace_that_is_not_sampled_unless_its_caller_
 
 @pytest.mark.parametrize("is_sampled", [True, False])
 @pytest.mark.parametrize("ratio", [1.0, 0.0])
-async def test_calls_of_vendors_clients_are_below_their_callers_spans(
+async def test_calls_of_vendors_clients_are_children_of_their_callers_spans(
     is_sampled: bool, ratio: float
 ) -> None:
-    """In traces of their own, though they belong to one program, and so to one session."""
+    """The calls are in separate traces, although they belong to one program and one session."""
     traced = Traced(ratio)
     callers = [f"00-{n:032x}-{'cd' * 8}-0{is_sampled:d}" for n in (1, 2)]
     async with over_http(traced.core, traced.engine_tracer) as client:
@@ -200,7 +201,7 @@ async def test_calls_of_vendors_clients_are_below_their_callers_spans(
             assert above.context.trace_id == span.context.trace_id
 
 
-async def test_without_an_address_engines_are_told_nothing() -> None:
+async def test_without_an_exporter_engines_get_no_span() -> None:
     traced = Traced(None)
     await traced.run(CALLER)
     assert not traced.spans
@@ -209,7 +210,7 @@ async def test_without_an_address_engines_are_told_nothing() -> None:
 @pytest.mark.parametrize(
     "header", ["", "00-x-y-01", "00-" + "0" * 32 + "-" + "cd" * 8 + "-01", "é", "0" * 5000]
 )
-async def test_a_header_that_says_nothing_is_ignored(header: str) -> None:
+async def test_an_invalid_header_is_ignored(header: str) -> None:
     core = ServeCore(CoreConfig(), sampler=sampler_of(1.0, {}))
     async with serve_app(create_app(core)) as url, aiohttp.ClientSession() as http:
         headers = {"traceparent": header}
@@ -230,18 +231,18 @@ def test_the_callers_current_span_is_sent() -> None:
 
 
 @given(st.binary(min_size=16, max_size=16), st.binary(min_size=8, max_size=8), st.booleans())
-def test_a_traceparent_is_read_as_it_is_written(trace_id: bytes, span: bytes, flag: bool) -> None:
+def test_a_traceparent_is_parsed(trace_id: bytes, span: bytes, flag: bool) -> None:
     one = TraceParent(trace_id.hex(), span.hex(), flag)
     assert TraceParent.parse(str(one)) == (one if any(trace_id) and any(span) else None)
 
 
 @given(st.text())
-def test_any_text_can_be_asked_for_a_traceparent(text: str) -> None:
+def test_any_text_can_be_parsed_as_a_traceparent(text: str) -> None:
     TraceParent.parse(text)
 
 
 def send(export: SpanExport, name: str, **facts: Any) -> TraceParent:
-    """A span of one second; returns its ids."""
+    """Send a span of 1 s, and return its ids."""
     trace_id = new_trace_id()
     own = TraceParent(trace_id, span_id_of(trace_id, 1))
     export.send(name, own, None, (1.0, 2.0), {"a": None, "b": 1}, **facts)
@@ -297,7 +298,7 @@ def test_an_error_is_named() -> None:
 
 
 async def collected(port: int, num_spans: int) -> list[Any]:
-    """The spans that a collector at the port receives, once it has this number."""
+    """Run a collector until it has received this number of spans, and return them."""
     spans: list[Any] = []
     done = asyncio.Event()
 

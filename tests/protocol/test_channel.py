@@ -67,7 +67,7 @@ async def test_an_engine_without_channels_streams_each_output() -> None:
     await client.close()
 
 
-async def test_a_channel_that_breaks_is_opened_anew_and_costs_nothing(
+async def test_a_broken_channel_is_reopened_without_loss(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     follow: Events = [
@@ -98,7 +98,7 @@ async def test_a_channel_that_breaks_is_opened_anew_and_costs_nothing(
     await client.close()
 
 
-async def test_an_output_that_cannot_be_followed_comes_at_its_end() -> None:
+async def test_an_output_that_cannot_be_followed_arrives_at_its_end() -> None:
     refusal = UnsupportedField("the server was asked for the whole answer at once")
     engine = Engine(channel=[("open", b"{}")], follow=[refusal])
     client, found = EngineClient(engine), list[StreamChunk]()
@@ -114,7 +114,7 @@ async def test_an_output_that_cannot_be_followed_comes_at_its_end() -> None:
     await client.close()
 
 
-async def test_a_channel_that_sends_nonsense_is_opened_anew(
+async def test_a_channel_that_sends_invalid_data_is_reopened(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine(channel=[("open", b"{}")])
@@ -145,7 +145,7 @@ async def test_a_channel_that_cannot_be_opened_fails_the_request(
     await client.close()
 
 
-async def test_a_piece_that_cannot_be_taken_costs_the_others_nothing(
+async def test_an_invalid_chunk_does_not_affect_other_outputs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     engine = Engine(channel=[("open", b"{}")])

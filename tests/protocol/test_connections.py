@@ -282,7 +282,7 @@ async def test_wrong_answers_fail_at_once(answer: bytes, error: type[Exception])
 
 
 class Idle(asyncio.Transport):
-    """Takes all data, and is closed by `abort`."""
+    """A transport that accepts all data, and is closed by `abort`."""
 
     is_closed = False
 
@@ -323,7 +323,7 @@ INSERTED = [
     st.integers(1, 300),
     st.booleans(),
 )
-def test_any_bytes_end_a_request_and_spare_the_next_one(
+def test_any_bytes_end_a_request_and_do_not_affect_the_next_one(
     data: bytes, changes: list[tuple[int, int, bytes]], size: int, is_stream: bool
 ) -> None:
     """A change replaces some bytes. The data arrives in parts of `size` bytes, and then the server
@@ -445,7 +445,7 @@ async def test_unused_connections_are_closed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_connections_use_the_event_loop_of_servers() -> None:
-    """uvloop's transports have other classes than asyncio's."""
+    """The transports of uvloop have other classes than those of asyncio."""
     uvloop: Any = pytest.importorskip("uvloop")
     tests: list[Callable[[], Any]] = [
         test_requests_share_a_connection,

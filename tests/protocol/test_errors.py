@@ -11,7 +11,7 @@ def all_errors() -> list[type[ParrotError]]:
 
 
 @pytest.mark.parametrize("cls", all_errors())
-def test_every_error_survives_the_wire(cls: type[ParrotError]) -> None:
+def test_every_error_can_be_serialized(cls: type[ParrotError]) -> None:
     sent = cls("what went wrong", param="field")
     received = error_from_payload(sent.to_payload(), cls.status)
     assert type(received) is cls
@@ -43,7 +43,7 @@ def test_types_are_unique_and_documented_with_their_status() -> None:
         ({}, 418, errors.InternalError),
     ],
 )
-def test_foreign_bodies_still_give_the_class_of_the_status(
+def test_errors_of_other_servers_get_the_class_of_their_status(
     payload: object, status: int, expected: type[ParrotError]
 ) -> None:
     error = error_from_payload(payload, status)
@@ -57,8 +57,8 @@ def test_param_is_absent_from_the_payload_when_there_is_none() -> None:
     }
 
 
-def test_an_error_that_is_kept_is_raised_as_another() -> None:
-    """Raising the stored error would keep every frame of its traceback alive."""
+def test_a_stored_error_is_raised_as_a_copy() -> None:
+    """Raising the stored error itself would keep every frame of its traceback alive."""
     kept = errors.QueueFull("full", param="model", retry_after_s=2.0)
     kept.__cause__ = ValueError("why")
     with pytest.raises(errors.QueueFull, match="full") as caught:
@@ -69,5 +69,5 @@ def test_an_error_that_is_kept_is_raised_as_another() -> None:
     assert kept.__traceback__ is None
 
 
-def test_one_that_needs_more_to_be_made_is_raised_again_too() -> None:
+def test_a_stored_error_with_other_arguments_is_copied() -> None:
     assert Overloaded("busy", retry_after_s=3.0).again().retry_after_s == 3.0

@@ -85,7 +85,7 @@ def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(failover_client, name, seconds)
 
 
-async def test_the_one_that_serves_is_found_and_kept() -> None:
+async def test_the_active_server_is_found_and_kept() -> None:
     active = Server("active")
     async with client(None, Server(), active) as http:
         assert [await post(http) for _ in range(3)] == ["active"] * 3
@@ -110,7 +110,7 @@ async def test_a_takeover_is_waited_for() -> None:
         assert [name async for name, _ in http.stream("GET", "/stream")] == ["done"]
 
 
-async def test_nobody_serves() -> None:
+async def test_no_server_is_active() -> None:
     async with client(None, Server()) as http:
         start = time.monotonic()
         with pytest.raises(Unavailable):
@@ -122,7 +122,7 @@ async def test_nobody_serves() -> None:
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("no"), NoEngine("none")])
-async def test_an_answer_of_the_one_that_serves_is_final(error: ParrotError) -> None:
+async def test_an_answer_of_the_active_server_is_final(error: ParrotError) -> None:
     other = Server("other")
     async with client(Server(error), other) as http:
         for _ in range(2):
@@ -132,7 +132,7 @@ async def test_an_answer_of_the_one_that_serves_is_final(error: ParrotError) -> 
 
 
 @pytest.mark.parametrize("how", ["breaks", "hangs", Unavailable("it is going down")])
-async def test_what_may_be_done_is_not_sent_again_but_a_read_is(how: object) -> None:
+async def test_writes_are_not_repeated_but_reads_are(how: object) -> None:
     broken, other = Server(how), Server("other")
     async with client(broken, other) as http:
         with pytest.raises(Unavailable):
@@ -143,7 +143,7 @@ async def test_what_may_be_done_is_not_sent_again_but_a_read_is(how: object) -> 
         assert await asyncio.wait_for(http.request("GET", "/x"), 5) == "other"
 
 
-async def test_who_hung_is_not_waited_for_again_while_another_takes_over() -> None:
+async def test_a_hung_server_is_not_tried_again_during_a_takeover() -> None:
     hung, other = Server("hangs"), Server()
     async with client(hung, other) as http:
         with pytest.raises(Unavailable):
@@ -156,13 +156,13 @@ async def test_who_hung_is_not_waited_for_again_while_another_takes_over() -> No
         assert (hung.num_posts, hung.num_looks) == (1, num_looks)
 
 
-async def test_one_address_needs_no_more_than_a_plain_client() -> None:
+async def test_one_address_uses_a_plain_client() -> None:
     http = client_of(["http://127.0.0.1:1"])
     assert isinstance(http, HttpClient)
     await http.close()
 
 
-async def test_a_stream_that_breaks_in_the_middle_does_not_start_again_elsewhere() -> None:
+async def test_a_broken_stream_does_not_restart_at_another_server() -> None:
     """The client would receive the first text twice."""
 
     async def half(scope: Scope, receive: Receive, send: Send) -> None:

@@ -39,7 +39,7 @@ async def test_events_that_are_not_json_and_crlf_line_ends() -> None:
     assert events == [("message", b' {"a": 1}'), ("x", b" two"), ("message", b" [DONE]")]
 
 
-async def test_own_headers_go_with_every_request() -> None:
+async def test_configured_headers_are_sent_with_every_request() -> None:
     async with (
         serve_app(make_app()) as url,
         HttpClient(url, bearer_token="sesame", headers={"X-Own": "1"}) as http,
@@ -60,7 +60,7 @@ async def test_errors_are_read_with_status_body_and_headers() -> None:
             await anext(http.stream("GET", "/busy"))
 
 
-async def test_that_nobody_listens_is_told_from_a_broken_connection() -> None:
+async def test_a_missing_server_differs_from_a_broken_connection() -> None:
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readline()
         writer.close()

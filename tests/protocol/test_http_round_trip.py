@@ -179,7 +179,7 @@ async def test_a_client_that_leaves_as_the_work_ends_cancels_nothing_after_it() 
     await leaving
 
 
-async def test_json_goes_there_and_back(transport: Transport) -> None:
+async def test_json_round_trip(transport: Transport) -> None:
     sent = {"name": "é\n\u2028", "count": 3}
     assert await transport.request("POST", "/item", body=sent) == sent
 
@@ -281,7 +281,7 @@ async def test_a_client_timeout_is_unavailable_and_cancels_the_work(
     await asyncio.wait_for(probe.cancelled.wait(), 30)
 
 
-async def test_a_cancelled_read_withdraws_the_work_at_the_server(
+async def test_a_cancelled_read_cancels_the_work_at_the_server(
     transport: Transport, probe: Probe
 ) -> None:
     read = asyncio.create_task(transport.request("GET", "/slow", timeout_s=None))

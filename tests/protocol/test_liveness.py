@@ -17,7 +17,7 @@ class Server:
             raise Unavailable("no answer")
 
 
-async def test_a_read_goes_on_while_the_server_lives() -> None:
+async def test_a_read_continues_while_the_server_is_alive() -> None:
     server, read = Server(), asyncio.get_running_loop().create_future()
     guarded = asyncio.create_task(LivenessProbe(server.ask, 0.01).guard(read))
     await asyncio.sleep(0.05)
@@ -37,7 +37,7 @@ async def test_every_read_ends_when_the_server_hangs() -> None:
     assert server.num_asked < 10
 
 
-async def test_a_fast_read_asks_nothing_and_keeps_its_error() -> None:
+async def test_a_fast_read_sends_no_probe_and_keeps_its_error() -> None:
     server = Server()
 
     async def fail() -> str:

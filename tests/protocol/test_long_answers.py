@@ -18,7 +18,7 @@ def listed(count: int) -> VarListResponse:
     return VarListResponse(vars=rows)
 
 
-async def test_the_bytes_are_those_of_the_whole_and_others_go_on_meanwhile() -> None:
+async def test_the_result_is_the_same_and_other_tasks_run_meanwhile() -> None:
     for count in (0, 1, 4096, 4097, 10_000):
         answer = listed(count)
         assert await json_in_turns(answer) == json_bytes(answer)
@@ -32,7 +32,7 @@ async def test_the_bytes_are_those_of_the_whole_and_others_go_on_meanwhile() -> 
     assert turns >= 3
 
 
-async def test_a_field_beside_a_long_list_is_written_as_its_model_says() -> None:
+async def test_a_field_next_to_a_long_list_is_serialized_by_its_model() -> None:
     ids = list(range(5000))
     answer = GenerateResponse(
         generated_text="é",

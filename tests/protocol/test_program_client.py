@@ -1,4 +1,4 @@
-"""The HTTP client of programs: what it does besides the tests of all transports."""
+"""The HTTP client of programs, in addition to the tests of all transports."""
 
 import asyncio
 from collections.abc import AsyncIterator

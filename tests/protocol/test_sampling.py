@@ -50,7 +50,7 @@ def test_out_of_bounds_values_are_refused_by_name(field: str, value: object) -> 
     assert caught.value.errors()[0]["loc"][0] == field
 
 
-def test_what_a_request_leaves_unset_comes_from_the_engine_and_then_the_model() -> None:
+def test_unset_fields_come_from_the_engine_and_then_the_model() -> None:
     of_model = DefaultSampling(temperature=0.6, top_k=20, repetition_penalty=1.1)
     of_engine = DefaultSampling(temperature=0.3, min_p=0.0).over(of_model)
     found = of_engine.resolve(SamplingConfig(top_p=0.5, seed=7, max_gen_length=3))
@@ -64,7 +64,7 @@ def test_what_a_request_leaves_unset_comes_from_the_engine_and_then_the_model() 
 
 
 @pytest.mark.parametrize("constraint", [{"regex": "a+"}, {"json_schema": {}}, {"choices": ["a"]}])
-def test_a_grammar_takes_no_default_repetition_penalty(constraint: dict[str, Any]) -> None:
+def test_with_a_grammar_no_default_repetition_penalty_applies(constraint: dict[str, Any]) -> None:
     defaults = DefaultSampling(repetition_penalty=1.1)
     unset = SamplingConfig.model_validate(constraint)
     assert not defaults.resolve(unset).adjusts_logits
@@ -80,7 +80,7 @@ def test_fields_that_are_not_set_are_not_sent() -> None:
     assert own.model_dump(exclude_defaults=True) == sent
 
 
-def test_turning_a_field_off_needs_nothing_of_an_engine() -> None:
+def test_disabled_fields_need_no_support_of_the_engine() -> None:
     off = {"temperature": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     assert SamplingConfig.model_validate(off).needs() == frozenset()
     assert SamplingConfig(top_k=3, temperature=0.5).needs() == {"top_k", "temperature"}
@@ -103,7 +103,7 @@ def test_wire_forms_are_accepted() -> None:
     assert SamplingConfig(seed=3).is_deterministic
 
 
-def test_a_server_refuses_what_it_cannot_do_by_name() -> None:
+def test_the_error_for_unsupported_fields_names_them() -> None:
     config = SamplingConfig(temperature=0.5, regex="a+")
     assert config.constraint == "regex"
     assert SamplingConfig().constraint is None
@@ -133,7 +133,7 @@ class Carrier(BaseModel):
 
 
 @pytest.mark.parametrize("tokens", [None, [b"a", b"\xe2\x82", b""]])
-def test_log_probabilities_survive_the_wire(tokens: list[bytes] | None) -> None:
+def test_log_probabilities_can_be_serialized(tokens: list[bytes] | None) -> None:
     sent = Logprobs(2, [0, 1, 2, 0], [-0.5, -1e-9, -30.25, -1.0], tokens)
     body = Carrier(logprobs=sent).model_dump_json()
     assert Carrier.model_validate_json(body).logprobs == sent

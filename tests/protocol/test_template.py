@@ -9,7 +9,7 @@ from parrot.protocol.template import TemplateText as Text
 names = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]*", fullmatch=True)
 
 
-def test_pieces_come_in_order() -> None:
+def test_pieces_are_in_order() -> None:
     assert list(parse_template("a {{x}}{{y_1}} b")) == [
         Text("a "),
         Placeholder("x"),
@@ -18,7 +18,7 @@ def test_pieces_come_in_order() -> None:
     ]
 
 
-def test_what_is_no_placeholder_stays_text() -> None:
+def test_invalid_placeholders_stay_text() -> None:
     for text in ("{{1x}}", "{{ x }}", "{x}", "{{x}", "{{}}", "{{x-y}}", '{"a": {"b": 1}}'):
         assert list(parse_template(text)) == [Text(text)]
     assert list(parse_template("")) == []

@@ -1,6 +1,6 @@
-"""State that a standby keeps from the turns in which it served.
+"""A standby keeps no state from earlier periods in which it was active.
 
-`tests/utils/test_collector.py` runs this in a process of its own."""
+`tests/utils/test_collector.py` runs these tests in a separate process."""
 
 import asyncio
 import gc
@@ -14,7 +14,7 @@ from parrot.server.standby import Front
 
 
 class Served:
-    """In a cycle, as a ServeCore is."""
+    """An object in a reference cycle, like a ServeCore."""
 
     def __init__(self) -> None:
         self.own = self
@@ -24,7 +24,7 @@ class NoMore(Exception):
     pass
 
 
-async def test_nothing_is_left_of_what_it_has_served_before(
+async def test_no_objects_of_earlier_active_periods_remain(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     served: list[weakref.ref[Served]] = []

@@ -1,4 +1,4 @@
-"""ServeCore's REST API over real sockets, over an engine that answers when the test says so."""
+"""ServeCore's REST API over real sockets, with an engine that answers when the test tells it to."""
 
 import asyncio
 import io
@@ -102,7 +102,7 @@ async def guarded() -> AsyncIterator[Site]:
 
 
 def value(text: str) -> dict[str, Any]:
-    """The answer to a read of a text that no engine made."""
+    """Return the answer to a read of a text that no engine generated."""
     nothing = dict.fromkeys(("finish_reason", "stop_string", "usage", "logprobs"))
     return {"content": text, **nothing}
 
@@ -136,7 +136,7 @@ async def test_the_journey_of_a_program(site: Site) -> None:
     assert (status, answer["error"]["type"]) == (410, "session_gone")
 
 
-async def test_get_takes_a_body_a_query_and_a_bearer(site: Site) -> None:
+async def test_get_accepts_a_body_a_query_and_a_bearer_token(site: Site) -> None:
     scope = await site.session()
     x = await site.post("/v1/semantic_var", scope | {"var_name": "x", "content": "1"})
     path = f"/v1/semantic_var/{x['var_id']}"
@@ -235,7 +235,7 @@ async def test_errors_carry_the_headers_that_http_asks_for(site: Site) -> None:
         (CoreConfig(session_quota=SessionQuota(calls=1)), "quota_exceeded"),
     ],
 )
-async def test_who_is_refused_hears_when_to_try_again_and_which_limit_it_is(
+async def test_rejections_have_retry_after_and_the_name_of_the_limit(
     config: CoreConfig, kind: str
 ) -> None:
     async for site in open_site(config):
@@ -307,7 +307,7 @@ async def test_large_bodies(site: Site) -> None:
 
 
 async def scoped_requests(site: Site) -> list[tuple[str, str, dict[str, Any]]]:
-    """A valid request, less its scope, to every route that takes `session_auth`."""
+    """Return a valid request without its scope for every route with `session_auth`."""
     call = {"template": "a {{y}}", "parameters": [made("y")]}
     native = {"func_name": "f", "func_source": "", "parameters": [made("y")]}
     bodies = {
@@ -403,7 +403,7 @@ async def test_a_read_times_out_with_504(site: Site) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["", "/stream"])
-async def test_a_client_that_disconnects_takes_its_work_along(site: Site, suffix: str) -> None:
+async def test_a_client_that_disconnects_cancels_its_work(site: Site, suffix: str) -> None:
     scope = await site.session()
     await site.join()
     x = await site.call(scope, "x")
@@ -509,5 +509,5 @@ async def test_the_openapi_page_documents_every_route(site: Site) -> None:
     limits = {"criteria", "timeout", "deadline", "blocked"}
     assert set(query) == {"var_id", "session_id", "session_auth"} | limits
     assert query["session_id"]["required"]
-    for page in ("/docs", "/redoc"):  # they would load scripts from elsewhere
+    for page in ("/docs", "/redoc"):  # these pages would load scripts from other servers
         assert (await site.send("GET", page))[0] == 404

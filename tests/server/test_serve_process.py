@@ -1,4 +1,5 @@
-"""The command `python3 -m parrot.serve.http_server`: its config, its end, its idleness."""
+"""The command `python3 -m parrot.serve.http_server`: its config, its shutdown, its idle CPU
+time."""
 
 import json
 import os
@@ -44,7 +45,7 @@ def ask(url: str, body: Any = None) -> tuple[int, Any]:
 
 
 def wait_until_wanted(session_url: str) -> None:
-    """Until a reader waits for the output of the session's only call."""
+    """Wait until the output of the session's only call has a reader."""
     while True:
         _, session = ask(session_url)
         (call,) = session["calls"]
@@ -74,7 +75,7 @@ def running(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.communicate()
 
 
-def test_sigterm_answers_open_reads_and_ends_well(tmp_path: Path) -> None:
+def test_sigterm_answers_open_reads_and_exits_with_0(tmp_path: Path) -> None:
     config = tmp_path / "core.json"
     config.write_text('{"session_life_span": 50}')
     with running("--config_path", str(config), "--log_dir", str(tmp_path / "log")) as (
@@ -106,7 +107,7 @@ def test_an_idle_process_uses_next_to_nothing() -> None:
         time.sleep(0.5)
         before = cpu_seconds(process.pid)
         time.sleep(3)
-        assert cpu_seconds(process.pid) - before <= 0.05  # five ticks, where others use the caches
+        assert cpu_seconds(process.pid) - before <= 0.05  # 5 ticks
 
 
 def cpu_seconds(pid: int) -> float:
@@ -132,7 +133,7 @@ def test_a_bad_config_ends_the_start_with_a_message(
     assert message in str(caught.value)
 
 
-async def test_who_lets_in_whoever_connects_is_told(
+async def test_an_open_server_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def nothing(server: object) -> None: ...

@@ -1,5 +1,5 @@
-"""A program as type checkers see it: mypy and pyright find nothing in it (.ci/run). Where they must
-find something, the line says what."""
+"""A program for type checkers (.ci/run). mypy and pyright must find exactly the errors that
+comments on the lines name."""
 
 from typing import Annotated, Any, Literal, assert_type
 

@@ -1,4 +1,4 @@
-"""A ServeCore in front of servers, and a client of it."""
+"""A ServeCore in front of servers, and its client."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,14 +41,14 @@ class Client:
             return response.status, await response.json()
 
     async def said(self) -> str:
-        """The text of an answer."""
+        """Return the text of an answer."""
         status, answer = await self.ask()
         assert status == 200, answer
         text: str = answer["choices"][0]["message"]["content"]
         return text
 
     async def embedded(self, text: str) -> int:
-        """The number of embeddings of a text."""
+        """Return the number of embeddings of a text."""
         body = {"model": "gpt-fake", "input": text}
         async with self._http.post("/v1/embeddings", json=body) as response:
             answer = await response.json()
@@ -63,9 +63,9 @@ class Client:
                     yield orjson.loads(line[6:])
 
     async def until_served(self, *models: str, times: int = 1) -> None:
-        """Until these models are listed, each by so many engines."""
+        """Wait until these models are listed, each with the given number of engines."""
         async with asyncio.timeout(20):
-            while (  # noqa: ASYNC110 - nothing else tells it
+            while (  # noqa: ASYNC110 - there is no event to wait for
                 await self.models() != list(models) or self.num_engines != times * len(models)
             ):
                 await asyncio.sleep(0.01)

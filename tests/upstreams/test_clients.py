@@ -1,6 +1,6 @@
-"""The recorded requests of clients, to a ServeCore in front of another one.
+"""The recorded requests of clients work with a ServeCore in front of another one.
 
-`tests/foreign` has servers of other makers, and `tests/gateway/vendors` the recordings."""
+`tests/foreign` tests servers of other projects. `tests/gateway/vendors` has the recordings."""
 
 import aiohttp
 import pytest
@@ -26,12 +26,12 @@ CLIENTS = [
     "pydantic_ai",
     "qwen_code",
 ]
-# ServeCore has no tokenizer in front of a server. Unknown fields are the server's to refuse.
+# In front of a server, ServeCore has no tokenizer. The server has to reject unknown fields.
 WITHOUT = {"prompts of tokens", "count tokens", "errors"}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_a_client_gets_what_the_server_gives(name: str) -> None:
+async def test_a_client_gets_the_answers_of_the_server(name: str) -> None:
     told = TRANSCRIPTS[name]
     requests = [request for request in told["requests"] if request["feature"] not in WITHOUT]
     assert requests

@@ -43,7 +43,7 @@ async def in_front(stack: AsyncExitStack, *fakes: FakeOpenAI, **keys: Any) -> Cl
 
 
 @pytest.mark.parametrize("status", [429, 503])
-async def test_a_call_that_a_server_refuses_runs_on_another_server(status: int) -> None:
+async def test_a_call_that_a_server_rejects_runs_on_another_server(status: int) -> None:
     full = FakeOpenAI(faults=[Fault(status, OVERLOADED, {"retry-after": "60"})] * 99)
     other = FakeOpenAI(reply="from the other")
     async with AsyncExitStack() as stack:
@@ -97,7 +97,7 @@ async def test_a_server_that_refuses_all_calls_gives_its_error() -> None:
         status, answer = await client.ask()
         assert (status, client.retry_after) == (429, "1")
         assert "is overloaded (HTTP 429): full" in answer["error"]["message"]
-        assert "http://127.0.0.1:" in answer["error"]["message"], "it names the server"
+        assert "http://127.0.0.1:" in answer["error"]["message"], "the error names the server"
         assert len(fake.bodies) == 5
 
 
@@ -109,12 +109,12 @@ async def test_embeddings_wait_for_a_full_server() -> None:
         assert len(fake.bodies) == 4
 
 
-async def test_a_server_error_is_tried_on_another_server() -> None:
+async def test_a_server_error_is_retried_on_another_server() -> None:
     broken = FakeOpenAI(faults=[Fault(500, {"error": {"message": "bad GPU"}})] * 99)
     async with AsyncExitStack() as stack:
         client = await in_front(stack, broken, FakeOpenAI(reply="good"))
         assert {await client.said() for _ in range(4)} == {"good"}
-        assert len(broken.bodies) <= 4, "each call is sent there once"
+        assert len(broken.bodies) <= 4, "each call is sent to the server once"
 
 
 async def test_the_only_server_gets_five_requests_for_a_call_that_fails() -> None:
@@ -193,7 +193,7 @@ class ClosesUnderRequests:
         await writer.wait_closed()
 
 
-async def test_a_connection_that_closes_under_a_request_is_replaced() -> None:
+async def test_a_connection_that_closes_during_a_request_is_replaced() -> None:
     """A server closes a connection that it has not used for some seconds. The next request may
     already be on its way."""
     server = ClosesUnderRequests()
@@ -246,7 +246,7 @@ async def test_a_chat_that_was_cut_off_is_not_continued_with_another_answer(
 
 
 async def test_a_completion_that_was_cut_off_is_continued(process: FakeProcess) -> None:
-    """By another server, which gets the prompt and the text so far."""
+    """Another server gets the prompt and the text so far, and continues it."""
     other = FakeOpenAI(reply="the end")
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(serve_app(other.app()))
@@ -299,7 +299,7 @@ def _num_waiting(client: Client) -> int | None:
 
 
 async def test_a_server_that_no_longer_answers_is_lost(process: FakeProcess) -> None:
-    """It is stopped, so that it accepts connections and never answers."""
+    """The server is stopped by SIGSTOP, so that it accepts connections but never answers."""
     other = FakeOpenAI(reply="from the other")
     async with AsyncExitStack() as stack:
         url = await stack.enter_async_context(serve_app(other.app()))

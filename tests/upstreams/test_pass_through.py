@@ -54,12 +54,12 @@ class Front:
 
     @property
     def sent(self) -> dict[str, Any]:
-        """The last body that the server got."""
+        """Return the last body that the server received."""
         return self.fake.bodies[-1]
 
     @property
     def content(self) -> Any:
-        """The content of the last message that the server got."""
+        """Return the content of the last message that the server received."""
         return self.sent["messages"][-1]["content"]
 
 
@@ -90,7 +90,7 @@ async def front() -> AsyncIterator[Front]:
 
 @pytest.fixture
 async def builtin() -> AsyncIterator[Any]:
-    """A ServeCore with an engine that is no foreign server."""
+    """A ServeCore with a builtin engine."""
     async with serve(CoreConfig(), fake_engine("e0", model="gpt-fake")) as site:
         yield site
 
@@ -110,7 +110,7 @@ async def test_unknown_fields_reach_the_server(front: Front) -> None:
     assert (front.sent["min_tokens"], front.sent["verbosity"]) == (4, "high")
 
 
-async def test_parrots_own_fields_win(front: Front) -> None:
+async def test_parrots_own_fields_take_precedence(front: Front) -> None:
     await front.chat(max_tokens=2, cache_salt="mine", priority=7)
     assert (front.sent["max_tokens"], front.sent["priority"]) == (2, 7)
     for name in ("prompt", "echo", "input"):
@@ -119,7 +119,7 @@ async def test_parrots_own_fields_win(front: Front) -> None:
         assert (status, answer["error"]["param"]) == (400, name)
 
 
-async def test_calls_with_other_fields_are_other_calls(front: Front) -> None:
+async def test_calls_with_different_fields_share_no_result(front: Front) -> None:
     """A result is reused for equal requests only."""
     for min_tokens in (1, 2, 1):
         await front.chat(temperature=0, min_tokens=min_tokens)
@@ -185,7 +185,7 @@ async def test_a_result_of_a_tool_may_be_an_image(front: Front) -> None:
     assert front.content == [{"type": "image_url", "image_url": {"url": "https://h/i.png"}}]
 
 
-async def test_files_that_only_another_api_can_name_are_refused(front: Front) -> None:
+async def test_files_that_only_another_api_can_reference_are_rejected(front: Front) -> None:
     for part in ({"type": "input_image", "file_id": "f"}, {"type": "input_file", "file_url": "u"}):
         body = {"input": [{"role": "user", "content": [part]}]}
         status, answer = await front.send(RESPONSES, body)
@@ -193,7 +193,7 @@ async def test_files_that_only_another_api_can_name_are_refused(front: Front) ->
 
 
 async def test_equal_images_have_equal_prefixes(front: Front) -> None:
-    """Only the hash of an image counts, in the prompt that the page shows and in prefixes."""
+    """In prefixes and in the prompt on the page, an image counts only by its hash."""
     long = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
     ask = {"role": "user", "content": [TEXT, long]}
     headers = []
@@ -290,7 +290,7 @@ async def test_a_refusal_names_the_server_and_the_field(front: Front) -> None:
     assert (status, "Input should be a number" in answer["error"]["message"]) == (400, True)
 
 
-async def test_a_field_that_the_server_does_not_have_is_named_as_the_client_names_it() -> None:
+async def test_the_error_uses_the_field_name_of_the_client() -> None:
     async with front_of(FakeOpenAI(owned_by="library")) as front:
         body = {"messages": [{"role": "user", "content": "x"}], "ignore_eos": True}
         status, answer = await front.send(CHAT, body)
@@ -328,7 +328,7 @@ async def test_the_key_of_a_client_reaches_the_server(
         num_asked = len(front.fake.headers)
         await front.post(CHAT, chat)
         assert "authorization" not in front.fake.headers[-1]
-        assert len(front.fake.headers) == num_asked + 1  # Clients share no results.
+        assert len(front.fake.headers) == num_asked + 1  # clients share no results
         salts = [body.get("cache_salt") for body in front.fake.bodies if "messages" in body]
         assert len(set(salts)) == 3
         front.fake.faults = [Fault(401, {"error": {"message": "no"}})]
@@ -491,7 +491,7 @@ async def test_messages_may_have_outputs_of_other_requests(front: Front) -> None
     assert (second["tools"], second["min_tokens"]) == ([tool], 1)
 
 
-async def test_a_deferred_chat_is_still_messages_after_a_restart(tmp_path: Path) -> None:
+async def test_a_deferred_chat_is_sent_as_messages_after_a_restart(tmp_path: Path) -> None:
     names, file = {"prompt_cache_key": "news"}, tmp_path / "journal.db"
     said = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say it."}
     async with front_of(FakeOpenAI(owned_by="vllm"), journal_file=file) as front:

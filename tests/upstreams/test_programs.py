@@ -38,7 +38,7 @@ def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
 
 
-def test_chats_are_messages_and_other_prompts_are_text() -> None:
+def test_chats_are_sent_as_messages_and_other_prompts_as_text() -> None:
     fake = FakeOpenAI(reply="It is.")
     with in_front_of(fake):
         answer, reason = explain("Is it blue?")

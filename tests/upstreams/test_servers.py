@@ -1,4 +1,4 @@
-"""ServeCore in front of servers that it calls itself: over real HTTP, with a fake of the server."""
+"""ServeCore in front of servers that it calls directly. Real HTTP and fake servers."""
 
 import asyncio
 import subprocess
@@ -50,18 +50,18 @@ async def test_only_the_wanted_models_are_served() -> None:
         await client.until_served("b")
 
 
-async def test_a_model_that_changes_is_served_anew() -> None:
+async def test_a_changed_model_is_registered_again() -> None:
     fake = FakeOpenAI(max_model_len=50)
     async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
         await client.until_served("gpt-fake")
         (old,) = client.core.fleet.engines
-        fake.models_status = 503  # As a server that loads its model.
+        fake.models_status = 503  # like a server that is loading its model
         await asyncio.sleep(0.1)
         assert list(client.core.fleet.engines) == [old]  # The list is only unknown.
         fake.models_status = 200
         await asyncio.sleep(0.1)
         assert list(client.core.fleet.engines) == [old]  # The model is the same.
-        fake.max_model_len = 99  # As after a restart with another option.
+        fake.max_model_len = 99  # like after a restart with another option
         async with asyncio.timeout(20):
             while old in client.core.fleet.engines or not client.num_engines:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -112,7 +112,7 @@ async def test_the_key_comes_from_a_file(tmp_path: Path) -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> tuple[Path, Path]:
-    """A certificate of localhost that signs itself, and its key."""
+    """Create a self-signed certificate of localhost and its key."""
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost"
     options = ["-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", cert]
@@ -186,7 +186,7 @@ class SmallContext(FakeOpenAI):
         return Fault(400, {"error": {"message": text, "type": "BadRequestError", "code": 400}})
 
 
-async def test_a_limit_above_the_context_of_the_server_is_left_out() -> None:
+async def test_a_limit_above_the_context_of_the_server_is_omitted() -> None:
     fake = SmallContext(max_model_len=2048)
     async with serve_app(fake.app()) as url, core_of({"url": f"{url}/v1"}) as client:
         await client.until_served("gpt-fake")

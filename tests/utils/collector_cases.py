@@ -1,6 +1,6 @@
 """The garbage collector visits few objects at a time, and eventually collects all garbage.
 
-`test_collector.py` runs these tests in a process of their own."""
+`test_collector.py` runs these tests in a separate process."""
 
 import gc
 import weakref
@@ -90,7 +90,7 @@ def world() -> Iterator[World]:
         gc.callbacks.remove(world.note)
 
 
-def test_however_many_are_alive_it_looks_at_few(world: World) -> None:
+def test_a_collection_visits_few_objects(world: World) -> None:
     world.size *= 3
     world.make(100 * AT_ONCE)
     assert len(world.looked_at) > 100
@@ -99,7 +99,7 @@ def test_however_many_are_alive_it_looks_at_few(world: World) -> None:
     assert not world.soon
 
 
-def test_few_are_all_looked_at(world: World) -> None:
+def test_a_small_heap_is_visited_completely(world: World) -> None:
     world.size *= 3
     lost = world.lost_cycle()
     gc.collect()
@@ -113,7 +113,7 @@ def test_few_are_all_looked_at(world: World) -> None:
     assert world.turn() == 0  # No object was frozen since.
 
 
-def test_what_a_journal_had_is_looked_at_too(world: World) -> None:
+def test_objects_of_a_journal_are_visited(world: World) -> None:
     lost = weakref.ref(one := cycle())
     gc.freeze()
     del one
@@ -124,7 +124,7 @@ def test_what_a_journal_had_is_looked_at_too(world: World) -> None:
     assert lost() is None
 
 
-async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
+async def test_objects_frozen_for_an_hour_are_visited_again(world: World) -> None:
     world.size *= 3
     lost = world.lost_cycle()
     await world.clock.advance(HOUR_S - 1)
@@ -145,7 +145,7 @@ async def test_what_is_kept_for_an_hour_may_be_garbage(world: World) -> None:
     assert world.turn() == 0  # The process has not grown since.
 
 
-def test_afterwards_all_is_as_before() -> None:
+def test_closing_restores_the_settings() -> None:
     gc.unfreeze()
     before = gc.get_threshold(), list(gc.callbacks), gc.get_freeze_count()
     with World().collector:
@@ -153,7 +153,7 @@ def test_afterwards_all_is_as_before() -> None:
     assert (gc.get_threshold(), gc.callbacks, gc.get_freeze_count()) == before
 
 
-def test_what_no_collection_looked_at_is_frozen_for_a_collector_alone() -> None:
+def test_unvisited_objects_are_frozen_only_with_a_collector() -> None:
     gc.unfreeze()
     with no_collections():
         assert not gc.isenabled()

@@ -17,7 +17,7 @@ def work(done: list[str], name: str, count: int, size: int = 1) -> Iterator[int]
         yield size
 
 
-def test_what_is_little_is_done_at_once(done: list[str]) -> None:
+def test_little_work_is_done_at_once(done: list[str]) -> None:
     backlog = Backlog(per_slice=4)
     backlog.add("a", work(done, "x", 3))
     backlog.add("a", work(done, "y", 1))
@@ -25,7 +25,7 @@ def test_what_is_little_is_done_at_once(done: list[str]) -> None:
     assert "a" not in backlog
 
 
-async def test_what_is_much_is_done_in_slices_and_owners_take_turns(done: list[str]) -> None:
+async def test_much_work_is_done_in_slices_and_owners_take_turns(done: list[str]) -> None:
     backlog = Backlog(per_slice=2)
     backlog.add("a", work(done, "x", 5))
     backlog.add("b", work(done, "y", 6, size=2))
@@ -40,7 +40,7 @@ async def test_what_is_much_is_done_in_slices_and_owners_take_turns(done: list[s
     assert len(done) == 12
 
 
-async def test_what_follows_from_a_step_comes_behind_and_what_is_dropped_does_not(
+async def test_follow_up_work_is_appended_and_dropped_work_is_skipped(
     done: list[str],
 ) -> None:
     backlog = Backlog(per_slice=2)
@@ -62,7 +62,7 @@ async def test_what_follows_from_a_step_comes_behind_and_what_is_dropped_does_no
     assert "a" not in backlog
 
 
-async def test_who_adds_hears_of_an_error_and_the_rest_is_done(done: list[str]) -> None:
+async def test_an_error_is_raised_to_the_caller_and_other_work_is_done(done: list[str]) -> None:
     backlog = Backlog(per_slice=100)
 
     def steps() -> Iterator[int]:

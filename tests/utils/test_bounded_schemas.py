@@ -17,7 +17,7 @@ NODE: dict[str, Any] = {
 
 
 def of(schema: dict[str, Any], max_tokens: int = 300) -> Any:
-    """The bounded schema of one property."""
+    """Return the bounded schema of one property."""
     whole = {"type": "object", "properties": {"it": schema}, "$defs": {"node": NODE}}
     return bounded_schema(whole, max_tokens)["properties"]["it"]
 

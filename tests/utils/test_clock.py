@@ -46,7 +46,7 @@ async def test_a_cancelled_sleeper_is_skipped() -> None:
     assert clock.now() == 2.0
 
 
-def test_monotonic_clock_never_goes_back() -> None:
+def test_monotonic_clock_never_decreases() -> None:
     clock = MonotonicClock()
     readings = [clock.now() for _ in range(100)]
     assert readings == sorted(readings)

@@ -1,5 +1,5 @@
-"""Runs the tests of the garbage collector in a process of their own: they unfreeze all objects, and
-a collection that visits the modules of all tests takes a second."""
+"""Run the tests of the garbage collector in a separate process, because they unfreeze all objects,
+and a collection of the modules of all tests takes 1 s."""
 
 import subprocess
 import sys

@@ -160,7 +160,7 @@ def test_the_heap_keeps_few_items_alive_that_were_removed_or_set_again() -> None
 
 
 @given(st.lists(st.tuples(ITEMS, st.integers(0, 9))), st.integers(0, 9))
-def test_what_is_before_others_is_before_all(entries: list[tuple[int, int]], key: int) -> None:
+def test_is_before_others(entries: list[tuple[int, int]], key: int) -> None:
     heap: LazyHeap[int, float] = LazyHeap()
     for item, its_key in entries:
         heap.set(item, its_key)

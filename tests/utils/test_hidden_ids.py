@@ -1,4 +1,4 @@
-"""Ids that do not tell how many there are between two of them."""
+"""Ids from which clients cannot compute how many ids were created between two of them."""
 
 import random
 from itertools import pairwise
@@ -11,7 +11,7 @@ FIRST = 1_800_000_000_000
 
 
 @pytest.mark.parametrize("step", [1, 64])
-def test_each_number_has_its_own_id_and_comes_back(step: int) -> None:
+def test_each_number_has_its_own_id_and_can_be_recovered(step: int) -> None:
     ids = HiddenIds(b"secret", step)
     numbers = range(FIRST, FIRST + 5000 * step, step)
     made = [ids.id_of(number) for number in numbers]

@@ -48,7 +48,7 @@ def test_in_a_wheel_hints_name_the_distribution(
     (info / "METADATA").write_text("Metadata-Version: 2.3\nName: parrot-serve\nVersion: 7.8\n")
     if origin is not None:
         (info / "direct_url.json").write_text(json.dumps(origin))
-    # Many wheels put a pyproject.toml of their own here.
+    # Many wheels install a pyproject.toml here.
     (tmp_path / "pyproject.toml").write_text('[project]\nname = "other"\n')
     code = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"

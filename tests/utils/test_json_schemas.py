@@ -14,7 +14,7 @@ DATE = exact_schema({"format": "date"}, 10)["allOf"][0]["pattern"]
 
 
 @given(st.integers(0, 9999), st.integers(0, 13), st.integers(0, 32))
-def test_dates_are_those_of_the_calendar(year: int, month: int, day: int) -> None:
+def test_only_valid_dates_are_allowed(year: int, month: int, day: int) -> None:
     text = f"{year:04}-{month:02}-{day:02}"
     try:
         date.fromisoformat(text)
@@ -54,7 +54,7 @@ def test_only_schemas_are_rewritten() -> None:
     assert made["components"]["x"] == {"allOf": [{"pattern": DATE}]}
 
 
-def test_lenient_schemas_keep_what_can_be_said() -> None:
+def test_lenient_schemas_keep_supported_keywords() -> None:
     schema = {"properties": {"pattern": {"pattern": "(?=a)", "type": "string"}}, "minProperties": 3}
     made = exact_schema(schema, 100, lenient=True)
     assert made.pop("x-guidance")["lenient"] is True

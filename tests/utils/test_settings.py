@@ -1,4 +1,4 @@
-"""Settings of a server: the command line over the environment over the file over the defaults."""
+"""Settings of a server. The order of precedence is command line, environment, file, defaults."""
 
 import json
 from pathlib import Path
@@ -16,13 +16,13 @@ from parrot.utils.settings import DEFAULT, layer, without_settings
 def core(
     environ: dict[str, str], file: object = None, options: object = None
 ) -> tuple[CoreConfig, dict[str, str]]:
-    """The config, and the source of each value that is not a default."""
+    """Return the config, and the source of each value that is not a default."""
     settings = core_settings(layer(file or {}, "core.json"), options or {}, environ)
     config = parse_config(CoreConfig, settings.payload, settings.blamed)
     return config, {key: settings.origin((key,)) for key in settings.payload}
 
 
-def test_the_stronger_place_wins() -> None:
+def test_the_source_with_precedence_wins() -> None:
     environ = {"PARROT_CORE__PORT": "2", "PARROT_CORE__HOST": "127.0.0.2", "HOME": "/"}
     file = {"port": 1, "host": "a", "page": False}
     config, origins = core(environ, file, {"port": 3})
@@ -40,7 +40,7 @@ def test_sections_are_merged_key_by_key() -> None:
     assert (config.global_scheduler.policy, config.global_scheduler.max_queue_size) == ("fcfs", 8)
 
 
-def test_a_text_is_taken_as_it_is_and_all_else_as_json() -> None:
+def test_texts_are_used_unchanged_and_other_values_as_json() -> None:
     config, _ = core(
         {
             "PARROT_CORE__CLUSTER_TOKEN": "12345678",
@@ -102,7 +102,7 @@ def test_an_error_of_the_file_names_the_file() -> None:
         core({"PARROT_CORE__HOST": "a"}, {"port": "x"})
 
 
-def test_the_type_of_an_engine_says_what_its_variables_mean() -> None:
+def test_the_type_of_an_engine_determines_its_variables() -> None:
     environ = {"PARROT_ENGINE__ENGINE_TYPE": "sim", "PARROT_ENGINE__INSTANCE__STEP_S": "0.5"}
     settings = engine_settings(layer({}, "engine.json"), {}, environ)
     config = parse_engine_config(settings.payload, settings.blamed)
@@ -113,7 +113,7 @@ def test_the_type_of_an_engine_says_what_its_variables_mean() -> None:
         engine_settings(None, {}, {"PARROT_ENGINE__ENGINE_TYPE": "smi"})
 
 
-def test_servers_that_were_told_all_do_not_look_again() -> None:
+def test_settings_are_removed_from_the_environment_of_started_servers() -> None:
     environ = {"PARROT_CORE__PORT": "1", "PARROT_ENGINE__PORT": "2", "PARROT_KEY": "k", "A": "b"}
     assert without_settings(environ) == {"PARROT_KEY": "k", "A": "b"}
 
@@ -127,7 +127,7 @@ def yaml(tmp_path: Path, text: str) -> dict[str, object]:
     return read_config_object(path)
 
 
-def test_yaml_is_read_as_json_would_be(tmp_path: Path) -> None:
+def test_yaml_is_parsed_like_json(tmp_path: Path) -> None:
     text = """
         # a comment
         port: 9100
@@ -165,7 +165,7 @@ def test_yaml_is_read_as_json_would_be(tmp_path: Path) -> None:
         ("port: x", ""),
     ],
 )
-def test_what_yaml_cannot_be_is_said(tmp_path: Path, text: str, message: str) -> None:
+def test_unsupported_yaml_is_reported(tmp_path: Path, text: str, message: str) -> None:
     if not message:
         yaml(tmp_path, text)
         with pytest.raises(
@@ -192,7 +192,7 @@ def test_json_is_yaml(payload: dict[str, object]) -> None:
     assert load_yaml(json.dumps(payload).encode()) == payload
 
 
-def test_what_is_wrong_with_a_secret_is_said_without_it() -> None:
+def test_an_error_about_a_secret_does_not_contain_it() -> None:
     with pytest.raises(ConfigError, match="`api_keys`") as raised:
         parse_config(CoreConfig, {"api_keys": "my-key"}, "core.json")
     assert "my-key" not in str(raised.value)

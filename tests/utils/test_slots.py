@@ -1,4 +1,4 @@
-"""Slots that owners take in turn."""
+"""Slots that are granted to owners in turn."""
 
 import asyncio
 from collections import Counter
@@ -54,7 +54,7 @@ async def test_one_owner_never_has_all() -> None:
         task.cancel()
 
 
-async def test_of_one_slot_everybody_may_have_it() -> None:
+async def test_a_single_slot_is_available_to_every_owner() -> None:
     book = Book(1)
     task = book.enter("a")
     await settle()
@@ -77,7 +77,9 @@ async def test_owners_take_turns() -> None:
     st.integers(1, 4),
     st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["enter", "cancel", "leave"]))),
 )
-def test_slots_are_neither_lost_nor_made(num_slots: int, steps: list[tuple[str, str]]) -> None:
+def test_slots_are_neither_lost_nor_duplicated(
+    num_slots: int, steps: list[tuple[str, str]]
+) -> None:
     async def run() -> None:
         book = Book(num_slots)
         share = max(1, num_slots - 1)

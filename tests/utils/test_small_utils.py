@@ -8,14 +8,14 @@ from parrot.utils.ids import IdCounter, new_token, tokens_equal
 from parrot.utils.tasks import TaskSet
 
 
-def test_ids_are_never_handed_out_twice() -> None:
+def test_ids_are_unique() -> None:
     counter = IdCounter(start=5)
     assert [counter.next() for _ in range(3)] == [5, 6, 7]
     assert len({new_token() for _ in range(1000)}) == 1000
     assert len(new_token()) >= 22  # 128 bits in base64
 
 
-def test_secrets_compare_by_value_whatever_text_they_hold() -> None:
+def test_secrets_are_compared_by_value() -> None:
     assert tokens_equal("abc", "abc")
     assert not tokens_equal("abc", "abd")
     assert not tokens_equal("", "abc")

@@ -108,7 +108,7 @@ async def test_exactly_the_uncancelled_ones_fire_on_time(plan: list[tuple[float,
     assert [when for when, _ in fired] == sorted(when for when, gone in plan if not gone)
 
 
-async def test_a_timer_that_was_cancelled_holds_nothing() -> None:
+async def test_a_cancelled_timer_holds_no_references() -> None:
     """Otherwise ended sessions would keep their texts in memory until their expiry time."""
 
     class Large:

@@ -1,4 +1,4 @@
-"""The order in which tenants lose memory, compared with a model that sorts all of them."""
+"""The order in which tenants lose memory, compared with a model that sorts all tenants."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -101,7 +101,7 @@ TestSharesAgainstSorting = SharesAgainstSorting.TestCase
 
 
 @given(st.lists(st.tuples(WEIGHTS, st.integers(0, 50)), min_size=1, max_size=8))
-def test_shares_lose_in_order_of_their_amount_by_weight(given: list[tuple[float, int]]) -> None:
+def test_shares_lose_memory_in_order_of_amount_over_weight(given: list[tuple[float, int]]) -> None:
     shares: WeightedShares[WeightedShare] = WeightedShares(ManualClock())
     amounts = {WeightedShare(weight): amount for weight, amount in given}
     order: LossOrder[WeightedShare] = shares.order(lambda share: amounts[share])
@@ -115,7 +115,7 @@ def test_shares_lose_in_order_of_their_amount_by_weight(given: list[tuple[float,
     assert levels == sorted((amount / weight for weight, amount in given), reverse=True)
 
 
-def test_a_share_is_away_after_two_minutes_until_it_is_touched() -> None:
+def test_a_share_is_inactive_after_two_minutes_until_it_is_used() -> None:
     shares: WeightedShares[WeightedShare] = WeightedShares(clock := ManualClock())
     old, new = WeightedShare(3.0), WeightedShare(1.0)
     for share in (old, new):
