@@ -284,9 +284,8 @@ async def test_unwritten_values_are_not_returned_after_the_lease_may_have_expire
                 await asyncio.to_thread(postgres.start)
             else:
                 postgres.signal(signal.SIGCONT)
-        await until(
-            lambda: not journal.trouble and records.is_owned()
-        )  # no other process has the lease
+        # No other process has taken the lease.
+        await until(lambda: not journal.trouble and records.is_owned())
         await journal.durable()
         await journal.close()
     assert len(await read(address)) == 2

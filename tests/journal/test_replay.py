@@ -314,9 +314,8 @@ async def test_session_ids_never_repeat_although_the_clock_was_set_back() -> Non
             world.core.delete_session(**scope.model_dump())
         await world.journal.durable()
         ended = {record.subject for record in world.file.records if record.kind == ENDED}
-        records = [
-            r for r in world.file.records if r.subject not in ended
-        ]  # other records are trimmed
+        # Records of ended sessions are trimmed.
+        records = [r for r in world.file.records if r.subject not in ended]
         assert len(records) == 1
         await world.close()
     numbers = [world.core.sessions.numbers.number_of(one) for one in given]

@@ -71,9 +71,8 @@ def test_engines_are_removed_one_by_one_after_a_quiet_period() -> None:
 def test_an_engine_that_is_needed_stays() -> None:
     autoscaler = scaler()
     autoscaler.adopt(2)
-    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {
-        2
-    }  # one engine would have a utilization of 0.6
+    # One engine would have a utilization of 0.6.
+    assert set(follow(autoscaler, 1000, lambda n: PoolLoad(2, 0, 0.3))) == {2}
     autoscaler.observe(1000, None)
     busy = [PoolLoad(2, 0, 0.0)] * 20 + [PoolLoad(2, 1, 0.0)]  # sometimes a call waits
     assert {autoscaler.observe(2000 + 5.0 * t, busy[t % 21]) for t in range(400)} == {2}
@@ -83,9 +82,8 @@ def test_missing_observations_restart_the_window() -> None:
     autoscaler = scaler()
     loads = [PoolLoad(1, 50, 1.0)] * 6 + [None]
     assert {autoscaler.observe(5.0 * t, loads[t % 7]) for t in range(100)} == {1}
-    assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {
-        1
-    }  # the observations are too far apart
+    # These observations are too far apart.
+    assert {autoscaler.observe(1000.0 + 31 * t, loads[0]) for t in range(100)} == {1}
 
 
 def test_a_pool_of_a_fixed_size() -> None:
