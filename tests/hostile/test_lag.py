@@ -122,12 +122,8 @@ def server() -> Iterator[Server]:
     patch.undo()
 
 
-OTHERS = (
-    "objects",
-    "most turns",
-    "long turns",
-    "parts",
-)  # parsed differently by others
+# The cases that the other routes parse differently.
+OTHERS = ("objects", "most turns", "long turns", "parts")
 CASES = [("/v1/chat/completions", name) for name in VENDORS] + [
     (path, name) for path in ("/v1/messages", "/v1/responses") for name in OTHERS
 ]

@@ -7,7 +7,7 @@ import pytest
 from parrot.serve.events import CancelRequested, CoreClosed, Events, PrefixBroken
 
 
-def test_a_sink_hears_of_what_it_takes_and_of_nothing_else() -> None:
+def test_a_sink_gets_only_its_event_types() -> None:
     events, heard = Events(), list[object]()
     events.add({PrefixBroken: heard.append})
     events.emit(PrefixBroken, "edited")
@@ -17,14 +17,14 @@ def test_a_sink_hears_of_what_it_takes_and_of_nothing_else() -> None:
     assert not events.has_sink(CoreClosed, CancelRequested)
 
 
-def test_an_event_that_nobody_takes_is_not_made() -> None:
+def test_an_event_without_a_sink_is_not_created() -> None:
     def never(reason: str) -> PrefixBroken:
         raise AssertionError(reason)
 
     Events().emit(never, "edited")
 
 
-def test_a_sink_that_fails_is_told_nothing_more_and_disturbs_nobody(
+def test_a_failing_sink_is_removed_and_does_not_affect_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     events, heard = Events(), list[object]()

@@ -1,4 +1,4 @@
-"""The first k of some variables: who wins, what becomes of the losers, and how it can fail."""
+"""Reads of the first k of several variables: the winners, the losers, and failures."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -15,7 +15,7 @@ from tests.support.requests import made, var_ids
 
 
 class World(HeldWorld):
-    """A world of calls `f0`, `f1` and so on, by the ids of their outputs."""
+    """A world with calls `f0`, `f1` and so on, which are named by the ids of their outputs."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -37,7 +37,7 @@ class World(HeldWorld):
 
     @property
     def started(self) -> list[str]:
-        """The outputs of the calls that the engine has."""
+        """Return the outputs of the calls on the engine."""
         ids = {name: var_id for var_id, name in self.names.items()}
         return [ids[name] for name in self.running]
 
@@ -68,7 +68,7 @@ async def test_the_first_win_in_order_and_the_losers_stop_in_the_same_turn(world
     assert await reading == [ids[3], ids[1]]
 
 
-async def test_losers_that_somebody_else_wants_go_on(world: World) -> None:
+async def test_losers_with_another_reader_continue(world: World) -> None:
     ids = [world.submit() for _ in range(3)]
     after = world.submit(ids[0])
     other = world.first([after], 1)
@@ -82,7 +82,7 @@ async def test_losers_that_somebody_else_wants_go_on(world: World) -> None:
     assert await other == [after]
 
 
-async def test_what_is_ready_wins_without_work(world: World) -> None:
+async def test_ready_variables_win_without_work(world: World) -> None:
     ids = [world.submit() for _ in range(3)]
     for k, var_id in enumerate([ids[2], ids[0]]):
         reading = world.first([var_id], 1)
@@ -115,7 +115,7 @@ async def test_failures_count_only_when_too_few_are_left(world: World) -> None:
     assert world.started == []
 
 
-async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_them(
+async def test_losers_and_their_dependents_do_not_run_in_the_background(
     world: World,
 ) -> None:
     drafts = [world.submit() for _ in range(3)]
@@ -128,7 +128,7 @@ async def test_losers_are_not_made_in_the_background_and_neither_is_what_needs_t
     started = set(world.started)
     assert started == {ratings[1], free}
     await world.made(ratings[1])
-    later = [world.submit(), world.submit()]  # they run soon: the session was read
+    later = [world.submit(), world.submit()]  # start soon, because the session had a reader
     await world.clock.advance(WAKE_DELAY_S)
     await world.made(later[0])
     assert await world.first(later, 1) == [later[0]]  # decided without waiting
@@ -148,7 +148,7 @@ async def test_a_race_of_a_blocked_program_starts_its_other_calls_after_the_cand
     await world.made(other)
 
 
-async def test_a_race_that_is_won_at_once_leaves_no_loser_behind() -> None:
+async def test_a_race_that_is_won_at_once_stops_all_losers() -> None:
     world = await World.open(global_scheduler={"reuse_results": True})
     same = {"template": "same {{o}}", "parameters": [made("o", temperature=0)]}
     known = SemanticCallRequest.model_validate(world.scope | same)
@@ -174,7 +174,7 @@ async def test_a_cancelled_candidate_counts_as_failed(world: World) -> None:
     assert world.started == []
 
 
-async def test_a_read_that_goes_away_takes_its_work_along(world: World) -> None:
+async def test_a_cancelled_read_cancels_its_work(world: World) -> None:
     ids = [world.submit() for _ in range(3)]
     reading = world.first(ids, 1)
     await world.clock.advance(0)
@@ -184,7 +184,7 @@ async def test_a_read_that_goes_away_takes_its_work_along(world: World) -> None:
     assert reading.cancelled()
 
 
-async def test_a_timeout_leaves_the_work_its_grace(world: World) -> None:
+async def test_after_a_timeout_the_work_has_a_grace_period(world: World) -> None:
     ids = [world.submit() for _ in range(3)]
     reading = world.first(ids, 1, timeout=5.0)
     await world.clock.advance(5.0)

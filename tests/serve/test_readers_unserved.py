@@ -63,7 +63,7 @@ async def test_a_call_without_a_reader_becomes_idle_and_its_session_expires(
         world.variable()
 
 
-async def test_a_race_goes_on_while_enough_candidates_can_be_run(world: HeldWorld) -> None:
+async def test_a_race_continues_while_enough_candidates_can_run(world: HeldWorld) -> None:
     absent = [world.call(name, models=["elsewhere"]) for name in ("a", "b")]
     await world.join()
     here = world.call("here")

@@ -74,7 +74,7 @@ def test_a_config_of_the_original_loads_unchanged(tmp_path: Path) -> None:
         ("[1]", ["object"]),
     ],
 )
-def test_a_bad_config_names_file_key_and_what_is_allowed(
+def test_the_error_of_a_bad_config_names_file_key_and_allowed_values(
     tmp_path: Path, content: object, parts: list[str]
 ) -> None:
     path = write(tmp_path / "bad.json", content)
@@ -84,7 +84,7 @@ def test_a_bad_config_names_file_key_and_what_is_allowed(
         assert part in str(caught.value)
 
 
-def test_every_problem_is_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path / "bad.json", {"a": 1, "b": 2, "port": None})
     with pytest.raises(ConfigError) as caught:
         load_config(CoreConfig, path)
@@ -102,7 +102,7 @@ def test_secrets_are_not_printed() -> None:
     assert "t0ken" not in repr(config)
 
 
-def test_what_edited_prompts_says_what_to_do_instead() -> None:
+def test_the_error_of_a_removed_option_names_the_alternative() -> None:
     with pytest.raises(ConfigError, match=r"prefix_repair.*x-parrot-prefix"):
         parse_config(CoreConfig, {"prefix_repair": "on"}, "core.json")
     assert parse_config(CoreConfig, {"prefix_repair": "off"}, "core.json").prefix_repair == "off"

@@ -1,4 +1,4 @@
-"""Every verb of ServeCore on virtual time, over an engine that answers when the test says so."""
+"""Every operation of ServeCore on virtual time, with an engine that the test controls."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -67,7 +67,7 @@ async def test_a_timeout_ends_the_read_and_then_the_work(world: HeldWorld) -> No
     await world.clock.advance(0.2)
     with pytest.raises(TimedOut, match="`y`"):
         await reading
-    assert world.running == ["y"]  # for a moment: programs poll
+    assert world.running == ["y"]  # for a grace period, because programs poll
     await world.clock.advance(READ_GRACE_S)
     assert world.running == []
     reading = world.read(y)
@@ -77,7 +77,7 @@ async def test_a_timeout_ends_the_read_and_then_the_work(world: HeldWorld) -> No
 
 
 async def _timed_out(world: HeldWorld, var_id: str) -> str:
-    """The message of a read of one second that comes too late."""
+    """Return the error message of a read that times out after 1 s."""
     reading = world.read(var_id, timeout=1)
     await world.clock.advance(1.1)
     with pytest.raises(TimedOut) as caught:
@@ -85,7 +85,7 @@ async def _timed_out(world: HeldWorld, var_id: str) -> str:
     return caught.value.message
 
 
-async def test_a_timeout_says_what_the_read_waited_for() -> None:
+async def test_the_error_of_a_timeout_names_the_cause_of_the_wait() -> None:
     world = await HeldWorld.open(tasks_capacity=0)
     x = world.variable("x")
     assert await _timed_out(world, x) == (
@@ -125,7 +125,7 @@ async def test_a_model_that_is_not_served_is_refused_at_the_call(world: HeldWorl
     assert world.call("y", models=["gpt-4", "tiny"])
 
 
-async def test_a_model_that_may_still_come_is_waited_for() -> None:
+async def test_calls_wait_for_a_model_that_may_still_register() -> None:
     world = await HeldWorld.open(tasks_capacity=0, prices={"priced": {"input": 1.0}})
     assert world.call("early", models=["gpt-4"])
     await world.join()
@@ -164,7 +164,7 @@ async def test_the_timeout_is_a_deadline_for_the_scheduler() -> None:
     await world.close()
 
 
-async def test_a_reader_that_goes_takes_its_work_along(world: HeldWorld) -> None:
+async def test_a_cancelled_reader_cancels_its_work(world: HeldWorld) -> None:
     y = world.call("y", world.call("x"))
     reading, other = world.read(y), world.read(y)
     await world.settle()
@@ -176,7 +176,7 @@ async def test_a_reader_that_goes_takes_its_work_along(world: HeldWorld) -> None
     assert world.running == []
 
 
-async def test_a_read_that_nobody_will_answer_ends_with_the_session(world: HeldWorld) -> None:
+async def test_a_read_without_a_producer_ends_with_the_session(world: HeldWorld) -> None:
     empty = world.variable()
     y = world.call("y", empty)
     readings = [world.read(empty), world.read(y)]
@@ -229,7 +229,9 @@ async def test_deleting_a_session_ends_its_reads_and_work(world: HeldWorld) -> N
         world.core.session_info(session_id, auth)
 
 
-async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: HeldWorld) -> None:
+async def test_a_session_that_ends_while_it_is_listed_is_reported_as_ended(
+    world: HeldWorld,
+) -> None:
     for number in range(1100):
         world.variable(f"x{number}")
     session_id, auth = world.scope.values()
@@ -244,7 +246,7 @@ async def test_a_session_that_ends_while_it_is_told_of_is_told_as_ended(world: H
         await listing
 
 
-async def test_a_session_is_not_told_as_ended_when_the_service_ends(world: HeldWorld) -> None:
+async def test_a_session_is_not_reported_as_ended_when_the_service_stops(world: HeldWorld) -> None:
     for number in range(1100):
         world.variable(f"x{number}")
     steps = world.core.session_steps(*world.scope.values())
@@ -298,7 +300,7 @@ async def test_a_stream_ends_with_its_error_or_timeout(world: HeldWorld) -> None
         world.core.stream(world.request(), "nowhere")
 
 
-async def test_a_closed_stream_takes_its_work_along(world: HeldWorld) -> None:
+async def test_a_closed_stream_cancels_its_work(world: HeldWorld) -> None:
     y = world.call("y")
     stream = world.core.stream(world.request(), y)
     first = asyncio.ensure_future(anext(stream))
@@ -374,7 +376,7 @@ async def test_a_native_call_can_be_cancelled(world: HeldWorld) -> None:
         await reading
 
 
-async def test_session_info_tells_the_story(world: HeldWorld) -> None:
+async def test_session_info_shows_all_calls_and_variables(world: HeldWorld) -> None:
     x = world.call("x", func_name="first")
     y = world.call("y", x, func_name="second")
     await world.clock.advance(1)
@@ -438,8 +440,8 @@ async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> N
         await world.read(late)
     with pytest.raises(QueueFull):
         world.core.stream(world.request(), late)
-    assert world.call("late", idempotency_key="k") == late  # accepted long ago
-    reading = world.read(busy)  # runs anyway
+    assert world.call("late", idempotency_key="k") == late  # the call was accepted before
+    reading = world.read(busy)  # the call already runs
     await world.settle()
     await world.finish("first")
     await world.finish("a")
@@ -496,7 +498,7 @@ async def test_closing_ends_open_reads(world: HeldWorld) -> None:
         world.core.readiness(sees_engines=False)
 
 
-async def test_metrics_count_what_happened() -> None:
+async def test_metrics() -> None:
     world = await HeldWorld.open(tasks_capacity=0)
     with pytest.raises(NoEngine):
         world.core.readiness(sees_engines=False)
@@ -527,7 +529,7 @@ async def test_a_blocked_program_has_its_other_calls_started_at_once(world: Held
     reading = world.read(x, blocked=True)
     await world.settle()
     assert world.running == ["x", "y"]
-    z = world.call("z")  # another thread submits it, and may still say how it is to run
+    z = world.call("z")  # submitted by another thread, which may still set its criteria
     await world.settle()
     assert world.running == ["x", "y"]
     await world.finish("x")
@@ -543,7 +545,7 @@ async def test_a_blocked_program_has_its_other_calls_started_at_once(world: Held
     assert await reading == "<y>"
 
 
-async def test_a_read_without_the_field_keeps_the_delay(world: HeldWorld) -> None:
+async def test_a_read_that_does_not_block_keeps_the_delay(world: HeldWorld) -> None:
     world.call("y")
     reading = world.read(world.call("x"))
     await world.settle()
@@ -557,7 +559,7 @@ async def test_a_read_without_the_field_keeps_the_delay(world: HeldWorld) -> Non
 
 
 async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None:
-    """Withdrawn readers, timers and callbacks are all gone."""
+    """No readers, timers and callbacks remain."""
     y = world.call("y", world.call("x"))
     for _ in range(20):
         readings = [world.read(y, timeout=50) for _ in range(50)]
@@ -566,7 +568,7 @@ async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None
             reading.cancel()
         await world.settle()
     await world.clock.advance(2 * WAKE_DELAY_S)
-    assert world.running == []  # given up, so not made in the background either
+    assert world.running == []  # abandoned calls do not run in the background
     session = world.core.sessions.find(world.scope["session_id"])
     assert session is not None
     assert not session.timed_reads
@@ -576,7 +578,7 @@ async def test_one_thousand_reads_leave_nothing_behind(world: HeldWorld) -> None
     assert len(world.core._timers) == 1  # the session's expiry
 
 
-async def test_ids_of_requests_do_not_count_those_of_other_sessions() -> None:
+async def test_request_ids_do_not_reveal_the_number_in_other_sessions() -> None:
     world = await HeldWorld.open()
 
     def first_id() -> int:

@@ -95,8 +95,8 @@ async def test_two_outputs_and_a_stateful_successor_share_one_context(cluster: C
     assert cluster.engine.prompts[-1] == f"Joke: {joke} Why: {why} Again: "
 
 
-async def test_a_read_again_after_leaving_in_the_middle(cluster: Cluster) -> None:
-    """The work stops, its context is kept, and a later reader gets the whole text."""
+async def test_a_new_read_after_an_abandoned_one(cluster: Cluster) -> None:
+    """The work stops, its context is kept, and a new reader gets the whole text."""
     await cluster.join()
     cluster.engine.scripts = [Script(text=lambda prompt: "abcdefghi", hang_after=1)]
     cluster.engine.script = Script(text=lambda prompt: "defghi")
@@ -158,7 +158,7 @@ async def test_without_an_engine_every_dependent_read_ends_with_no_engine(
         await cluster.read(total)
 
 
-async def test_an_engine_that_comes_in_time_serves_what_waits(cluster: Cluster) -> None:
+async def test_an_engine_that_registers_in_time_serves_waiting_calls(cluster: Cluster) -> None:
     out = cluster.call("Say {{out}}", made("out"))["out"]
     reading = asyncio.ensure_future(cluster.read(out))
     await asyncio.sleep(0.05)

@@ -114,7 +114,7 @@ async def test_decorators_and_indentation_are_tolerated(
         ("def f(out):\n    out.set('x' * 10**9)", "MemoryError"),
     ],
 )
-async def test_what_goes_wrong_is_told(runner: NativeRunner, source: str, message: str) -> None:
+async def test_errors_are_reported(runner: NativeRunner, source: str, message: str) -> None:
     timeout_s = 0.2 if message == "TimeoutError" else 5.0
     error = await failure(runner, make_call(source, timeout_s=timeout_s))
     assert message in error.message
@@ -122,7 +122,9 @@ async def test_what_goes_wrong_is_told(runner: NativeRunner, source: str, messag
     assert await results(runner, make_call("def f(out):\n    out.set('alive')")) == ["alive"]
 
 
-async def test_prints_go_nowhere(runner: NativeRunner, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_prints_are_discarded(
+    runner: NativeRunner, capfd: pytest.CaptureFixture[str]
+) -> None:
     source = "def f(out):\n    print('noise' * 100)\n    out.set('x')"
     assert await results(runner, make_call(source)) == ["x"]
     assert capfd.readouterr() == ("", "")
@@ -136,7 +138,7 @@ async def test_runs_share_nothing(runner: NativeRunner) -> None:
 
 
 async def seconds_per_turn(work: asyncio.Future[object]) -> list[float]:
-    """The CPU time that the loop's thread uses in each 5 ms until the work is done; sorted."""
+    """Return the sorted CPU times of the loop's thread in each 5 ms until the work is done."""
     used = []
     while not work.done():
         began = time.thread_time()
@@ -156,7 +158,7 @@ async def test_the_loop_stays_responsive_meanwhile(runner: NativeRunner) -> None
     work = asyncio.gather(*(results(runner, call) for call in calls), return_exceptions=True)
     used = await seconds_per_turn(work)
     assert all(isinstance(outcome, NativeFunctionFailed) for outcome in await work)
-    assert len(used) > 10, "the loop turned while they ran"
+    assert len(used) > 10, "the event loop ran in the meantime"
     assert used[-1] < 0.05, used[-5:]
 
 
@@ -184,15 +186,15 @@ async def test_a_killed_worker_fails_its_call_and_is_replaced(runner: NativeRunn
     assert await results(runner, make_call("def f(out):\n    out.set('x')")) == ["x"]
 
 
-async def test_what_waits_is_counted(runner: NativeRunner) -> None:
+async def test_queued_calls_are_counted(runner: NativeRunner) -> None:
     calls = [make_call("def f(out):\n    out.set('x')") for _ in range(8)]
     for call in calls:
         runner.start(call)
-    await asyncio.sleep(0)  # the first have a worker each, of the session's share
+    await asyncio.sleep(0)  # the first calls use the session's share of the workers
     num_waiting = 8 - (NUM_WORKERS - 1)
     assert runner.num_waiting == num_waiting
     assert runner.waiting_by_tenant == {"tenant": num_waiting}
-    runner.stop(calls.pop())  # it waits
+    runner.stop(calls.pop())  # this call is queued
     assert runner.num_waiting == runner.waiting_by_tenant["tenant"] == num_waiting - 1
     for call in calls:
         await call.results[0][1].wait()
@@ -209,7 +211,7 @@ async def test_the_pool_starts_only_when_it_is_needed(runner: NativeRunner) -> N
 
 
 @pytest.mark.parametrize("name", ["a b", "1a", "class", "f(x); import os #", "a\nb"])
-def test_names_that_are_not_pythons_are_refused(name: str) -> None:
+def test_invalid_python_names_are_rejected(name: str) -> None:
     for request in (
         native(name, made("o")),
         native("f", given(name, "1"), made("o")),
@@ -235,7 +237,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def sandbox_pids() -> list[int]:
-    """Live children of this process that run the sandbox."""
+    """Return the ids of live child processes that run the sandbox."""
     pids = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

@@ -1,5 +1,5 @@
-"""Random programs against the whole of ServeCore on virtual time: whatever they submit, read,
-cancel and abandon, no read is left waiting, and the books balance."""
+"""Random programs with the whole ServeCore on virtual time submit, read, cancel and abandon calls.
+Every read ends, and all internal counts are correct."""
 
 import asyncio
 from contextlib import suppress
@@ -33,7 +33,7 @@ EXPECTED = (EngineFailed, TimedOut, Cancelled, SessionGone)
 
 
 class Program:
-    """Draws its next step from hypothesis, as several programs in one session would take them."""
+    """Takes random steps, like several programs in one session."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -132,7 +132,7 @@ class Program:
         await self.clock.advance([0.1, 5.0, 30.0][self.draw(0, 2)])
 
     async def end(self) -> None:
-        """Every engine does its work, in the background too; then time passes."""
+        """Let every engine finish its work, including background work, and let time pass."""
         await self.clock.advance(2 * WAKE_DELAY_S)
         while self.engine.held:
             await self.finish()
@@ -159,11 +159,11 @@ class Program:
 
 @settings(max_examples=100)
 @given(st.data())
-async def test_no_read_is_left_waiting(data: st.DataObject) -> None:
+async def test_every_read_ends(data: st.DataObject) -> None:
     program = Program(data)
     await program.join()
     try:
-        with suppress(SessionGone):  # it may expire meanwhile
+        with suppress(SessionGone):  # the session may expire meanwhile
             for _ in range(data.draw(st.integers(1, 25))):
                 await program.step()
         await program.end()

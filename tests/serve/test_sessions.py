@@ -1,4 +1,4 @@
-"""Which sessions there are, which credentials open them, and when they expire."""
+"""The ids, credentials, limits and expiry of sessions."""
 
 from collections.abc import AsyncIterator
 
@@ -18,7 +18,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class World(HeldWorld):
-    """A core in which 3 sessions may live, each for 10 seconds. The first one has begun."""
+    """A core with at most 3 sessions, which expire after 10 s. The first one exists."""
 
     def __init__(self, core: ServeCore, engine: HeldEngine, clock: ManualClock) -> None:
         super().__init__(core, engine, clock)
@@ -41,7 +41,9 @@ async def world() -> AsyncIterator[World]:
     await world.close()
 
 
-async def test_ids_are_never_reused_and_the_past_is_told_from_the_unknown(world: World) -> None:
+async def test_ids_are_never_reused_and_ended_sessions_differ_from_unknown_ones(
+    world: World,
+) -> None:
     first_id, first_auth = world.scope.values()
     await world.end()
     world.enter()

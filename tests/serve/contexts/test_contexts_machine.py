@@ -152,7 +152,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.forked())
     @rule(data=st.data())
     def retire(self, data: st.DataObject) -> None:
-        """As when an engine reports that the context is broken."""
+        """Retire a context, like after an engine has reported that it is broken."""
         self.book.retire(data.draw(st.sampled_from(self.forked())))
 
     def forked(self) -> list[LedgerContext]:

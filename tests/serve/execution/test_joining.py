@@ -47,7 +47,7 @@ async def test_a_lost_engines_completions_run_elsewhere(
     assert one.is_closed
 
 
-async def test_a_broken_connection_costs_only_its_own_run(world: World) -> None:
+async def test_a_broken_connection_affects_only_its_own_run(world: World) -> None:
     engine = fake_engine("one", script=Script(hang_after=0))
     await world.join(engine)
     innocent = [world.submit(f"job {i} ", value("x")) for i in range(8)]
@@ -114,7 +114,7 @@ async def test_an_engine_with_work_but_without_steps_is_lost(world: World) -> No
     assert [view.info.engine_name for view in world.dispatcher.fleet.views()] == ["other"]
 
 
-async def test_a_server_that_answers_slowly_does_not_cost_its_openai_engine(world: World) -> None:
+async def test_a_slow_server_does_not_lose_its_openai_engine(world: World) -> None:
     engine = fake_engine("proxy", text=True, script=Script(hang_after=0))
     engine.info = engine.info.model_copy(update={"engine_type": EngineType.OPENAI})
     engine_id = await world.join(engine)
@@ -217,7 +217,7 @@ async def test_calls_wait_for_engines_that_are_lost_all_at_once(world: World) ->
     assert isinstance(await reading, NoEngine)
 
 
-async def test_registering_again_replaces(world: World) -> None:
+async def test_registering_again_replaces_the_engine(world: World) -> None:
     engine = fake_engine("one", script=Script(hang_after=0))
     first = await world.join(engine)
     completion = world.submit("a")

@@ -110,7 +110,7 @@ async def ask_late(program: Program, content: str = LONG, **options: Any) -> tup
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_prefix": False}])
-def test_only_the_late_part_is_computed_late(options):
+def test_only_the_late_part_is_computed_after_its_input(options):
     async def body(program: Program) -> tuple[str, int, int, PrefetchCounts]:
         return *await ask_late(program, **options), program.counts
 

@@ -51,7 +51,7 @@ async def test_a_later_output_continues_the_context_with_the_generated_ids(world
     assert second.stats.computed_tokens == len(" And? ")
 
 
-async def test_a_stop_string_makes_the_text_be_tokenised_again(world: World) -> None:
+async def test_after_a_stop_string_the_text_is_tokenized_again(world: World) -> None:
     engine = fake_engine(script=Script(text=lambda _: "yes", stop_token=False, extra_ids=[33]))
     await world.join(engine)
     first = world.submit("Q ", value("x"))

@@ -125,7 +125,7 @@ async def test_a_system_message_is_public_with_the_markup_before_it(
             assert POLICY.startswith(text[text.find("Be kind") :])
 
 
-async def test_engines_that_take_text_share_nothing(world: PublicWorld) -> None:
+async def test_engines_of_text_share_no_public_prefixes(world: PublicWorld) -> None:
     engine = fake_engine(text=True)
     await world.join(engine)
     world.submit(POLICY + " Now: ", value("what I sent"))
@@ -157,7 +157,7 @@ def test_the_longest_prefix_counts_and_only_its_whole_blocks(
         (b"a" * (2**20 + 1), "has more than 1048576 bytes"),
     ],
 )
-def test_a_file_that_is_no_text_is_refused(
+def test_a_file_without_valid_text_is_rejected(
     tmp_path: Path, content: bytes | None, problem: str
 ) -> None:
     path = tmp_path / "policy.txt"
@@ -167,7 +167,7 @@ def test_a_file_that_is_no_text_is_refused(
         read_texts([str(path)])
 
 
-def test_a_folder_is_no_text(tmp_path: Path) -> None:
+def test_a_folder_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not a regular file"):
         read_texts([str(tmp_path)])
 

@@ -107,7 +107,7 @@ async def world() -> AsyncIterator[World]:
     await world.core.close()
 
 
-async def test_in_flight_one_run_has_many_readers(world: World) -> None:
+async def test_a_running_call_is_shared_by_many_readers(world: World) -> None:
     engine = await world.join(script=Script(hang_after=0))
     programs = [world.program() for _ in range(3)]
     reads = [p.read(p.call()) for p in programs for _ in range(2)]
@@ -214,7 +214,7 @@ async def test_a_call_without_reuse_does_not_share_its_result(world: World) -> N
     assert len(engine.requests) == 2
 
 
-async def test_off() -> None:
+async def test_reuse_can_be_disabled() -> None:
     world = World(reuse_results=False)
     engine = await world.join()
     program = world.program()
@@ -399,7 +399,7 @@ async def test_closing_fails_leaders_and_followers(world: World) -> None:
 
 
 async def test_a_waiter_may_be_withdrawn_while_a_failure_is_delivered(world: World) -> None:
-    """The follower is withdrawn while the leader's failure is being told."""
+    """The follower is withdrawn while the failure of the leader is being reported."""
     engine = await world.join(script=Script(error=EngineFailed("broken")))
     engine.scripts = [Script(error=ModelNumerics("NaN"))]
     program = world.program()

@@ -23,7 +23,7 @@ Join = Callable[..., Coroutine[Any, Any, "HaltingEngine"]]
 
 
 async def has_no_server() -> None:
-    """The engine computes by itself."""
+    """Whether the engine computes by itself."""
 
 
 class HaltingEngine(HostedEngine):
@@ -80,7 +80,7 @@ def join(world: World, tmp_path: Path) -> Join:
 
 
 def submit(world: World, seeds: Sequence[int | None]) -> list[Completion]:
-    """As a request with `n` choices does. Only the seeds are set."""
+    """Submit calls like a request with `n` choices. Only their seeds are set."""
     given: dict[str, Any] = {"max_gen_length": NUM_TOKENS, "ignore_tokenizer_eos": True}
     samplings = [SamplingConfig(**given, **({} if s is None else {"seed": s})) for s in seeds]
     return [world.submit("Once", stream=True, sampling=sampling) for sampling in samplings]
@@ -99,7 +99,7 @@ async def texts(completions: Sequence[Completion]) -> list[str]:
     ],
     ids=["greedy", "three seeded choices"],
 )
-async def test_a_lost_engine_does_not_change_what_the_defaults_give(
+async def test_a_lost_engine_does_not_change_the_output_with_defaults(
     world: World, join: Join, defaults: dict[str, float], seeds: list[int | None]
 ) -> None:
     """The penalty counts the tokens of the lost engine, and the random numbers continue."""
@@ -118,9 +118,7 @@ async def test_a_lost_engine_does_not_change_what_the_defaults_give(
     assert [bool(request.resumed_ids) for request in other.requests] == [True] * len(seeds)
 
 
-async def test_a_moved_output_takes_the_defaults_of_its_new_engine(
-    world: World, join: Join
-) -> None:
+async def test_a_moved_output_uses_the_defaults_of_its_new_engine(world: World, join: Join) -> None:
     """A field that a request leaves unset stays unset, so that each engine fills in its own."""
     first = await join("first", NUM_BEFORE, temperature=0, repetition_penalty=1.8)
     (completion,) = submit(world, [None])

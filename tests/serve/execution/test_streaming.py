@@ -12,7 +12,7 @@ from tests.support.fake_engine import FakeEngine, Script, fake_engine
 from tests.support.texts import streamed
 
 
-async def test_streams_when_asked(world: World) -> None:
+async def test_an_output_is_streamed_on_request(world: World) -> None:
     engine = fake_engine(script=Script(text=lambda _: "abcdef", steps=3))
     await world.join(engine)
     completion = world.submit("Go", stream=True)
@@ -70,7 +70,7 @@ async def test_a_followed_output_continues_elsewhere_and_after_a_withdrawal(worl
     assert await completion.output.wait() == "abcdef"
 
 
-async def test_an_engine_that_cannot_be_followed_says_why(world: World) -> None:
+async def test_the_error_of_an_engine_that_cannot_be_followed(world: World) -> None:
     class Whole(FakeEngine):
         async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk, None]:
             raise UnsupportedField("it answers at once")

@@ -60,7 +60,7 @@ def native(makes: str, *takes: str) -> dict[str, Any]:
 
 
 class TestWhatIsSubmitted:
-    async def test_names_stand_for_variables_in_any_order(self, site: Site) -> None:
+    async def test_names_refer_to_variables_in_any_order(self, site: Site) -> None:
         scope = await site.session()
         body = {
             "variables": [{"name": "text", "content": "hello"}, {"name": "later", "var_name": "x"}],
@@ -88,7 +88,7 @@ class TestWhatIsSubmitted:
         assert requests == [made[ids[name]] for name in ("end", "joined", "a", "b")]
         assert answer["calls"][2]["param_info"][0]["var_id"] == ids["text"]
 
-    async def test_variables_that_are_there_are_named_by_id(self, site: Site) -> None:
+    async def test_existing_variables_are_referenced_by_id(self, site: Site) -> None:
         scope = await site.session()
         source = await site.call(scope, "source")
         target = (await site.post("/v1/semantic_var", scope | {"var_name": "t"}))["var_id"]
@@ -100,7 +100,7 @@ class TestWhatIsSubmitted:
         assert [info["var_id"] for info in answer["calls"][0]["param_info"]] == [source, target]
         assert answer["variables"] == {}
 
-    async def test_a_session_of_its_own(self, site: Site) -> None:
+    async def test_a_graph_with_a_new_session(self, site: Site) -> None:
         body = {"session": {"apps": ["mine"]}, "calls": [call("a"), call(None, "a")]}
         answer = await site.post(PATH, body)
         scope = {name: answer[name] for name in ("session_id", "session_auth")}
@@ -124,7 +124,7 @@ class TestWhatIsSubmitted:
         assert (status, answer["error"]["type"]) == (409, "conflict")
         assert len(site.core.sessions.find(scope["session_id"]).graph.calls) == 1
 
-    async def test_all_of_it_runs_when_it_is_read(self) -> None:
+    async def test_the_whole_graph_runs_when_it_is_read(self) -> None:
         world = await HeldWorld.open()
         body = {"calls": [call("c", "a", "b"), call("b"), call("a")]}
         answer = world.core.submit_graph(GraphRequest.model_validate(world.scope | body))
@@ -191,7 +191,7 @@ class TestWhatIsRefused:
         assert (await site.send("POST", PATH, json={"session": {}} | body))[0] == status
         assert len(site.core.sessions) == num_sessions
 
-    async def test_a_cycle_is_refused_whole(self, site: Site) -> None:
+    async def test_a_graph_with_a_cycle_is_rejected(self, site: Site) -> None:
         scope = await site.session()
         calls = [call("x"), call("a", "c", "x"), call("b", "a"), native("c", "b")]
         status, answer = await site.send("POST", PATH, json=scope | {"calls": calls})
@@ -199,7 +199,7 @@ class TestWhatIsRefused:
         assert "`out` -> `out`" in answer["error"]["message"]
         assert not site.core.sessions.find(scope["session_id"]).graph.calls
 
-    async def test_a_cycle_through_calls_that_are_there(self, site: Site) -> None:
+    async def test_a_cycle_through_existing_calls(self, site: Site) -> None:
         scope = await site.session()
         begin = (await site.post("/v1/semantic_var", scope | {"var_name": "begin"}))["var_id"]
         end = await site.call(scope, "end", begin)
@@ -245,7 +245,7 @@ class TestWhatIsRefused:
         own = {"session": {}, "calls": [call("a")], "idempotency_key": "x"}
         assert (await site.send("POST", PATH, json=own))[0] == 422
 
-    async def test_quotas_count_the_whole(self) -> None:
+    async def test_quotas_count_the_whole_graph(self) -> None:
         quota = SessionQuota(calls=3, variables=5, text_bytes=1000)
         async with serving(session_quota=quota) as site:
             scope = await site.session()

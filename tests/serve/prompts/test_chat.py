@@ -1,4 +1,4 @@
-"""Chat templates as constant markup around messages that never pass through them."""
+"""Chat templates are converted to constant markup, so that messages are never rendered."""
 
 import gc
 from time import thread_time
@@ -35,7 +35,7 @@ def test_markup() -> None:
 def test_tokens_and_filters() -> None:
     assert ModelTemplate(LLAMA, "<s>", "</s>").markup(2) == (
         "<s>[INST] ",
-        " [/INST]",  # as it was generated, without the space that the template puts there later
+        " [/INST]",  # without the space that the template inserts before earlier answers
         "</s>[INST] ",
         " [/INST]",
     )
@@ -44,7 +44,8 @@ def test_tokens_and_filters() -> None:
 def test_turns_may_differ_in_their_markup() -> None:
     template = ModelTemplate("{% for m in messages %}({{ loop.index }}){{ m.content }}{% endfor %}")
     assert template.markup(3) == ("(1)", "", "(3)", "", "(5)", "")
-    assert template.markup(20)[30:] == ("(31)", "") * 5  # from the sixteenth on they are alike
+    # From the 16th turn on, all turns are equal.
+    assert template.markup(20)[30:] == ("(31)", "") * 5
 
 
 def test_whether_messages_are_stripped() -> None:
@@ -52,7 +53,7 @@ def test_whether_messages_are_stripped() -> None:
     assert not ModelTemplate(CHATML).strips
 
 
-def test_what_real_templates_use() -> None:
+def test_features_of_real_templates() -> None:
     template = ModelTemplate(
         "{%- if not messages %}{{ raise_exception('empty') }}{% endif %}"
         "{{ strftime_now('%Y') | length }}{{ {'a': 1} | tojson }}"
@@ -85,7 +86,7 @@ def test_broken_template() -> None:
 
 
 def test_a_garbage_collection_uses_no_budget_of_a_template() -> None:
-    """One of a large process takes longer than a template may."""
+    """A garbage collection of a large process takes longer than the time budget of a template."""
 
     def collect_slowly(phase: str, info: dict[str, int]) -> None:
         end = thread_time() + 0.01

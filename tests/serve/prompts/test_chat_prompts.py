@@ -1,4 +1,4 @@
-"""The prompt of a chat call is what transformers' `apply_chat_template` makes of its messages."""
+"""The prompt of a chat call equals that of transformers' `apply_chat_template`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ from tests.support.byte_tokenizer import BOS, EOS, byte_tokenizer, tokenizer_id_
 from tests.support.prompts import prompt_segments
 from tests.support.requests import given, made, semantic
 
-# Shortened from the models' own files: without tools and dates.
+# The templates of the models, without tools and dates.
 LLAMA_3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
     {%- set system_message = messages[0]['content']|trim %}
@@ -125,7 +125,7 @@ def messages(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 
 def completions(template: str, answers: Sequence[str], x: str, **fields: Any) -> list[Completion]:
-    """A chat call's completions, with these answers so far."""
+    """Return the completions of a chat call with these answers so far."""
     graph = make_graph()
     names = [name for name in ("y", "z") if f"{{{{{name}}}}}" in template]
     parameters = [*([given("x", x)] if "{{x}}" in template else []), *map(made, names)]
@@ -165,7 +165,7 @@ async def test_one_turn_with_and_without_a_system_message(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-async def test_values_at_the_edges_are_stripped_where_the_template_does_it(name: str) -> None:
+async def test_values_are_stripped_like_by_the_template(name: str) -> None:
     response = byte_tokenizer(chat_template=TEMPLATES[name])
     for template, message in (("{{x}} {{y}}", "{x}"), ("Say {{x}} {{y}}", "Say {x}")):
         (completion,) = completions(template, [], " a line\n")
@@ -223,7 +223,7 @@ async def test_engines_without_a_tokenizer_get_the_texts() -> None:
     assert "".join(await prompt_of(completion, None)) == "Be brief.\n\nHi all"
 
 
-async def test_a_model_without_a_system_role_says_so() -> None:
+async def test_the_error_of_a_model_without_a_system_role() -> None:
     response = byte_tokenizer(chat_template=GEMMA)
     (completion,) = completions("Hi {{y}}", [], "")
     assert "<start_of_turn>user\nHi<end_of_turn>" in await text_of(completion, response)
@@ -232,7 +232,7 @@ async def test_a_model_without_a_system_role_says_so() -> None:
         await text_of(completion, response)
 
 
-def test_a_system_message_needs_a_chat_that_begins() -> None:
+def test_a_system_message_is_allowed_only_at_the_beginning() -> None:
     graph = make_graph()
     with pytest.raises(InvalidRequest, match="needs `chat: true`"):
         graph.submit(semantic("Hi {{y}}", made("y"), system="Be brief."))

@@ -1,4 +1,4 @@
-"""Prefix keys: equal exactly for equal beginnings of one scope."""
+"""Prefix keys are equal exactly for equal prefixes in the same scope."""
 
 from typing import Any
 
@@ -36,25 +36,23 @@ HASHER = PrefixHasher(b"s" * 32)
 
 
 @given(PROMPTS, PROMPTS)
-def test_keys_agree_exactly_as_far_as_the_prompts_do(
-    one: list[Segment], two: list[Segment]
-) -> None:
+def test_keys_are_equal_exactly_for_equal_prefixes(one: list[Segment], two: list[Segment]) -> None:
     keys_one = prefix_keys(HASHER, "t", False, one)
     keys_two = prefix_keys(HASHER, "t", False, two)
     assert len(keys_one) == len(one)
     for i in range(min(len(one), len(two))):
-        assert (keys_one[i] == keys_two[i]) == (taken_in(one[: i + 1]) == taken_in(two[: i + 1]))
+        assert (keys_one[i] == keys_two[i]) == (as_inputs(one[: i + 1]) == as_inputs(two[: i + 1]))
     assert len(set(keys_one)) == len(keys_one)
 
 
-def taken_in(prompt: list[Segment]) -> list[Segment]:
-    """With the values that outputs become."""
+def as_inputs(prompt: list[Segment]) -> list[Segment]:
+    """Return the prompt with its outputs as values of a later prompt."""
     kinds = {kind: kind for kind in PieceKind} | {PieceKind.OUTPUT: PieceKind.VALUE}
     return [segment._replace(kind=kinds[segment.kind]) for segment in prompt]
 
 
 @given(PROMPTS.filter(len), st.text(max_size=5), st.text(max_size=5))
-def test_scopes_and_chats_and_processes_never_meet(
+def test_keys_differ_between_scopes_chats_and_processes(
     prompt: list[Segment], scope: str, other: str
 ) -> None:
     keys = set(prefix_keys(HASHER, scope, False, prompt))
@@ -71,12 +69,12 @@ def test_ids_do_not_change_a_key() -> None:
 
 
 @given(PROMPTS)
-def test_a_digest_that_is_kept_does_not_change_a_key(prompt: list[Segment]) -> None:
+def test_a_cached_digest_does_not_change_a_key(prompt: list[Segment]) -> None:
     kept = [segment._replace(digest=text_digest(segment.text)) for segment in prompt]
     assert prefix_keys(HASHER, "t", False, kept) == prefix_keys(HASHER, "t", False, prompt)
 
 
-def test_where_a_constant_is_cut_matters() -> None:
+def test_keys_depend_on_the_boundaries_of_constants() -> None:
     whole = prefix_keys(HASHER, "t", False, [Segment(PieceKind.CONSTANT, "ab")])
     parts = [Segment(PieceKind.CONSTANT, "a"), Segment(PieceKind.CONSTANT, "b")]
     assert whole[-1] != prefix_keys(HASHER, "t", False, parts)[-1]
@@ -123,8 +121,8 @@ def test_segments_of_a_chain(chat: bool) -> None:
     assert extend_key(keys[2], output_segment("answer", None)) == keys[3]
 
 
-def test_a_prompt_that_takes_in_an_answer_continues_the_one_that_made_it() -> None:
-    """Not in a chat, where an answer stands between markup."""
+def test_a_prompt_with_an_answer_as_input_continues_the_prompt_of_the_answer() -> None:
+    """This does not hold in a chat, where markup surrounds an answer."""
     history = (TextPiece("A "), VariablePiece(variable("x", "value")))
     for chat in (False, True):
         first = completion("y", *history, chat=chat)

@@ -1,4 +1,4 @@
-"""Tokenisation in ServeCore: pieces, special tokens, caching, threads."""
+"""Tokenization in ServeCore: pieces, special tokens, caching, threads."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ def now(encoder: PieceEncoder, text: str, style: Style) -> tuple[int, ...]:
 
 @given(st.text(st.characters(codec="utf-8"), max_size=50))
 def test_plain_text_is_its_bytes(text: str) -> None:
-    """The tests' tokenizer has a token per byte, so nothing can hide."""
+    """The tokenizer of the tests has one token per byte, so that all differences are visible."""
     ids = now(ENCODER, text, PLAIN)
     assert len(ids) == len(text.encode())
     assert ENCODER.decode(ids) == text
@@ -100,9 +100,9 @@ def test_the_cache_is_bounded_and_drops_the_least_recently_used() -> None:
     first = now(encoder, "aaaa", PLAIN)
     now(encoder, "bbbb", PLAIN)
     assert now(encoder, "aaaa", PLAIN) is first
-    now(encoder, "cccc", PLAIN)  # drops b
+    now(encoder, "cccc", PLAIN)  # evicts b
     assert now(encoder, "aaaa", PLAIN) is first
-    now(encoder, "x" * 11, PLAIN)  # never kept
+    now(encoder, "x" * 11, PLAIN)  # too long for the cache
     assert now(encoder, "aaaa", PLAIN) is first
     now(encoder, "d" * 10, PLAIN)
     assert now(encoder, "aaaa", PLAIN) is not first
@@ -118,7 +118,7 @@ async def test_long_texts_are_encoded_once_in_a_thread() -> None:
     assert encoder.encode_now(text, PLAIN) is one
 
 
-async def test_a_cancelled_waiter_does_not_take_the_others_along() -> None:
+async def test_a_cancelled_waiter_does_not_affect_others() -> None:
     encoder = PieceEncoder(JSON)
     text = "x" * 100_000
     waiters = [asyncio.create_task(encoder.encode(text, PLAIN)) for _ in range(3)]
@@ -135,8 +135,8 @@ def model(add_bos: bool = False) -> ModelTokenizer:
     return ModelTokenizer("t", ENCODER, ids.bos if add_bos else None, frozenset(ids.eos), None)
 
 
-async def test_ids_are_taken_over_from_the_same_tokenizer_only() -> None:
-    """A variable's value keeps the ids that some engine generated for it."""
+async def test_ids_are_reused_only_with_the_same_tokenizer() -> None:
+    """The value of a variable keeps the token ids of the engine that generated it."""
     for made_by, expected in (("t", (7, 8)), ("another", now(ENCODER, "ab", PLAIN))):
         value = Segment(PieceKind.VALUE, "ab", TokenizedText(made_by, (7, 8)))
         assert await encode_prompt([value], False, model()) == [expected]
@@ -153,7 +153,7 @@ async def test_only_constants_of_the_program_may_hold_special_tokens() -> None:
         assert (len(ids) == 1) is is_special, kind
 
 
-async def test_a_segment_may_stand_for_several() -> None:
+async def test_a_segment_may_contain_several() -> None:
     parts = (
         Segment(PieceKind.CONSTANT, "<|im_start|>"),
         Segment(PieceKind.VALUE, "<|im_start|>"),
@@ -168,7 +168,7 @@ async def test_a_segment_may_stand_for_several() -> None:
     assert await encode_prompt([many], False, None) == ["<|im_start|><|im_start|>ab"]
 
 
-async def test_what_stands_before_counts() -> None:
+async def test_earlier_tokens_count_towards_the_limit() -> None:
     segments = [Segment(PieceKind.VALUE, "abc")]
     assert await encode_prompt(segments, False, model(), num_before=4, limit=8)
     with pytest.raises(PromptTooLong):
@@ -200,7 +200,7 @@ def test_ids_of_an_output() -> None:
     assert tokenizer.clean_output([1, 2, 7], stops, True) == (1, 2)
     assert tokenizer.clean_output([1, 2, 3], stops, True) is None  # a stop string
     assert tokenizer.clean_output([1, 2, 7], stops, False) == (1, 2, 7)
-    assert tokenizer.clean_output([1, start, 2], stops, False) is None  # markup made up
+    assert tokenizer.clean_output([1, start, 2], stops, False) is None  # generated markup
     assert tokenizer.clean_output([], stops, True) is None
 
 
@@ -218,7 +218,7 @@ async def test_models_share_an_encoder_but_not_their_rules() -> None:
     assert chat.encoder is base.encoder
     assert chat.chat is not None
     assert base.chat is None
-    assert odd.chat is None  # a broken template only matters to chats
+    assert odd.chat is None  # a broken template affects only chats
     assert registry.get("other", "t") is None
 
 

@@ -46,11 +46,11 @@ def test_sentencepiece_tokens(text: str) -> None:
     assert b"".join([encoder.vocabulary[i] for i in ids]) == text.encode()
 
 
-def test_others_are_what_their_decoder_says() -> None:
+def test_other_tokenizers_use_their_decoder() -> None:
     assert wordpiece().vocabulary[1] == b"play"
 
 
-def test_special_tokens_and_ids_of_no_token() -> None:
+def test_special_tokens_and_unused_ids() -> None:
     vocabulary = sentencepiece().vocabulary
     assert vocabulary[261] == b"<s>"
     assert [vocabulary[i] for i in (-1, 262, 2**30)] == [b""] * 3

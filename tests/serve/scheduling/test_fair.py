@@ -100,7 +100,7 @@ def test_two_waiting_tenants_differ_by_at_most_the_bound(
     while cluster.running:
         cluster.end(0, 0.5)
         cluster.scheduler.check_integrity()
-    assert not +cluster.queued, "somebody starved"
+    assert not +cluster.queued, "a tenant starved"
     cluster.scheduler.check_integrity()
 
 

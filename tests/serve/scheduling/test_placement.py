@@ -474,7 +474,7 @@ def test_round_robin_skips_engines_that_are_full() -> None:
     assert (placed.count(0), placed.count(1)) == (1, 3)
 
 
-def test_prefix_aware_follows_what_it_sent() -> None:
+def test_prefix_aware_follows_earlier_placements() -> None:
     bench = Bench(placer=PrefixAware)
     bench.engines(3)
     for _ in range(3):

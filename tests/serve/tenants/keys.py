@@ -1,4 +1,4 @@
-"""Files of keys for tests."""
+"""Keys files for tests."""
 
 import json
 from hashlib import sha256
@@ -11,7 +11,7 @@ def entry(tenant: str, key: str, **fields: Any) -> dict[str, Any]:
 
 
 def write_keys(path: Path, *entries: dict[str, Any]) -> str:
-    """The path of the file, which holds these entries."""
+    """Write these entries to the file, and return its path."""
     path.write_text(json.dumps({"keys": list(entries)}))
     path.chmod(0o600)
     return str(path)

@@ -18,7 +18,7 @@ from tests.serve.tenants.keys import entry, write_keys
 LIMITS = {"sessions": 3, "tokens_per_minute": 1000}
 
 
-def test_an_entry_says_who_a_key_belongs_to(tmp_path: Path) -> None:
+def test_an_entry_names_the_tenant_of_a_key(tmp_path: Path) -> None:
     fields = {"weight": 2, "share_group": "g", "scopes": ["user", "metrics"], "limits": LIMITS}
     path = write_keys(tmp_path / "keys.json", entry("acme", "secret", **fields), entry("b", "x"))
     table = TenantTable(CoreConfig(keys_file=path, api_keys=("short",)))
@@ -29,7 +29,7 @@ def test_an_entry_says_who_a_key_belongs_to(tmp_path: Path) -> None:
     assert {tenant.id for tenant in table} == {"acme", "b", table.of_key("short").id}
 
 
-def test_yaml_says_the_same(tmp_path: Path) -> None:
+def test_yaml_has_the_same_meaning(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     given = entry("acme", "secret")
     path.write_text(f"keys:\n  - id: acme\n    sha256: {given['sha256']}\n")
@@ -53,7 +53,7 @@ def test_yaml_says_the_same(tmp_path: Path) -> None:
         (["a"], ["must be an object"]),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, entries: list[Any], words: list[str]) -> None:
+def test_errors_name_the_problem(tmp_path: Path, entries: list[Any], words: list[str]) -> None:
     path = write_keys(tmp_path / "keys.json", *entries)
     with pytest.raises(ConfigError) as caught:
         TenantTable(CoreConfig(keys_file=path, api_keys=("short",)))
@@ -72,7 +72,7 @@ def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"{}", b'{"keys": {}}', b'{"keys": [], "x": 1}', b"{", b""])
-def test_what_holds_no_keys_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_files_without_keys_are_rejected(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "keys.json").write_bytes(raw)
     with pytest.raises(ConfigError, match=r"keys\.json"):
         read_keys(str(tmp_path / "keys.json"))
@@ -127,7 +127,7 @@ def test_commands_change_the_file(tmp_path: Path, name: str) -> None:
     assert [each.name for each in tmp_path.iterdir()] == [name]
 
 
-def test_a_key_for_which_the_file_has_no_room_is_not_added(tmp_path: Path) -> None:
+def test_a_key_that_exceeds_the_file_limit_is_not_added(tmp_path: Path) -> None:
     limits = dict.fromkeys(TenantLimits.model_fields, 2**40)
     entries = [entry(f"{n:060}", f"{n}", limits=limits) for n in range(600)]
     path = Path(write_keys(tmp_path / "keys.json", *entries))
@@ -137,7 +137,7 @@ def test_a_key_for_which_the_file_has_no_room_is_not_added(tmp_path: Path) -> No
     assert len(read_keys(str(path))) == len(entries)
 
 
-def test_a_file_that_is_wrong_is_left_alone(tmp_path: Path) -> None:
+def test_an_invalid_file_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     path.write_text(json.dumps({"keys": [{"id": "a"}]}))
     result = CliRunner().invoke(app, ["keys", "add", "b", "--file", str(path)])

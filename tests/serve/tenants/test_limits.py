@@ -1,4 +1,4 @@
-"""Limits of keys, as programs meet them over HTTP."""
+"""Limits of keys, over HTTP."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ def chat(text: str, **fields: Any) -> dict[str, Any]:
 
 
 async def ask(site: Site, path: str, body: Any, name: str) -> tuple[int, Any, str | None]:
-    """The status, the error's message, and `Retry-After`."""
+    """Send a request, and return its status, its error message and `Retry-After`."""
     headers = {"Authorization": f"Bearer key {name}"}
     async with site.http.post(path, json=body, headers=headers) as response:
         answer = json.loads(await response.text())
@@ -54,7 +54,7 @@ async def test_sessions(site: Site) -> None:
     assert (await ask(site, "/v1/session", {}, "free"))[0] == 200
 
 
-async def test_conversations_take_the_place_of_ones_own_only(site: Site) -> None:
+async def test_conversations_replace_only_those_of_the_same_tenant(site: Site) -> None:
     await ask(site, CHAT, chat("of another"), "free")
     others = [session.id for session in site.core.sessions]
     for n in range(4):
@@ -64,7 +64,7 @@ async def test_conversations_take_the_place_of_ones_own_only(site: Site) -> None
     for session in list(site.core.sessions):
         if session.tenant == "few":
             site.core.delete_session(session.id, session.auth)
-    for _ in range(2):  # of a program, which makes no room
+    for _ in range(2):  # sessions of programs evict no conversations
         assert (await ask(site, "/v1/session", {}, "few"))[0] == 200
     assert (await ask(site, CHAT, chat("one more"), "few"))[0] == 429
     assert site.core.sessions.find(others[0]) is not None
@@ -102,7 +102,7 @@ async def test_embeddings_count(site: Site) -> None:
     assert (await ask(site, "/v1/embeddings", body, "slow"))[0] == 429
 
 
-async def test_embeddings_are_charged_before_they_are_there(
+async def test_embeddings_are_charged_before_they_are_computed(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     embed, begun, gate = site.engine.embed, asyncio.Event(), asyncio.Event()
@@ -122,9 +122,7 @@ async def test_embeddings_are_charged_before_they_are_there(
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-async def test_what_was_read_of_a_call_is_paid_though_its_reader_goes(
-    site: Site, is_chat: bool
-) -> None:
+async def test_the_tokens_of_an_abandoned_read_are_charged(site: Site, is_chat: bool) -> None:
     site.engine.script = Script(hang_after=1)
     text = "word " * 100
     if is_chat:

@@ -1,4 +1,4 @@
-"""Limits of calls in flight and of rates."""
+"""Limits on calls in flight and on rates."""
 
 import asyncio
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_calls_in_flight(tmp_path: Path) -> None:
     meters.check_integrity()
 
 
-async def test_requests_come_back_by_the_minute(tmp_path: Path) -> None:
+async def test_requests_are_replenished_over_time(tmp_path: Path) -> None:
     clock = ManualClock()
     meters = metered(tmp_path, clock, requests_per_minute=30)
     for _ in range(30):
@@ -55,7 +55,7 @@ async def test_requests_come_back_by_the_minute(tmp_path: Path) -> None:
         meters.admit("a")
 
 
-def test_what_is_charged_at_the_start_is_settled_at_the_end(tmp_path: Path) -> None:
+def test_the_estimated_charge_is_corrected_at_the_end(tmp_path: Path) -> None:
     meters = metered(tmp_path, ManualClock(), tokens_per_minute=100)
     meters.began(1, "a", 150)
     with pytest.raises(RateLimited, match="tokens_per_minute") as caught:
@@ -77,10 +77,11 @@ def test_what_is_charged_at_the_start_is_settled_at_the_end(tmp_path: Path) -> N
     st.lists(st.tuples(st.floats(0, 120), st.integers(0, 400), st.integers(0, 400)), max_size=40),
     st.integers(1, 1000),
 )
-def test_nobody_has_more_than_the_rate_for_long(
+def test_no_tenant_exceeds_the_rate_for_long(
     calls: list[tuple[float, int, int]], per_minute: int
 ) -> None:
-    """Of calls one after the other only the last may exceed what came till then."""
+    """In a sequence of calls, only the last one may exceed the tokens that were available so
+    far."""
 
     async def play(folder: str) -> None:
         clock = ManualClock()

@@ -1,4 +1,4 @@
-"""What sessions and tenants may keep and queue: refused at the limit, and not before."""
+"""Quotas of sessions and tenants: requests are rejected at the limit, and not before."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ KEYS = ("one", "two", "three")
 
 
 class BusySandbox:
-    """Runs calls until the test lets them end."""
+    """A sandbox whose calls run until the test ends them."""
 
     def __init__(self) -> None:
         self.running: list[NativeCall] = []
@@ -41,7 +41,7 @@ class BusySandbox:
 
 
 class Tenant(HeldWorld):
-    """A session of one of the tenants of a core."""
+    """A session of a tenant."""
 
     def native(self, output: str = "out", **fields: Any) -> str:
         body = {"func_name": "f", "func_source": "def f(): pass", "parameters": [made(output)]}
@@ -56,7 +56,7 @@ class Tenant(HeldWorld):
 async def tenants(
     sandbox: BusySandbox | None = None, keys: Sequence[str | None] = KEYS, **config: Any
 ) -> list[Tenant]:
-    """A session for each key. No engine has joined, so calls stay queued until `join`."""
+    """Create a session for each key. Calls stay queued until an engine joins by `join`."""
     first = await Tenant.open(tasks_capacity=0, sandbox=sandbox, **config)
     first.core.delete_session(*first.scope.values())
     worlds = [Tenant(first.core, first.engine, first.clock) for _ in keys]
@@ -65,7 +65,7 @@ async def tenants(
     return worlds
 
 
-async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue() -> None:
+async def test_a_large_read_of_one_tenant_leaves_others_their_share_of_the_queue() -> None:
     greedy, other, third = await tenants(global_scheduler={"max_queue_size": 8})
     parts = [greedy.call(f"part{n}") for n in range(20)]
     later = other.call("later")
@@ -75,11 +75,11 @@ async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue
     with pytest.raises(QueueFull, match=r"`max_queue_size`: 8; 20 of these calls are yours"):
         greedy.call("more")
     other.run(3)
-    fourth = other.read(later)  # two have queued work: 4 tasks are a share
+    fourth = other.read(later)  # two tenants have queued work, so a share is 4 tasks
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
         other.call("fifth")
-    third.run(2)  # now 8 // 3 are
+    third.run(2)  # now a share is 8 // 3 tasks
     with pytest.raises(QueueFull):
         third.call("third")
     with pytest.raises(QueueFull):
@@ -87,11 +87,11 @@ async def test_one_tenants_large_read_leaves_the_others_their_share_of_the_queue
     for read in (reading, fourth):
         read.cancel()
     await asyncio.sleep(0)
-    other.run(1)  # the large read's queued calls are gone
+    other.run(1)  # the queued calls of the large read were removed
     await greedy.core.close()
 
 
-async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
+async def test_the_queue_admits_no_more_tenants_than_its_size() -> None:
     keys = [f"key {n}" for n in range(4)]
     worlds = await tenants(keys=keys, global_scheduler={"max_queue_size": 3})
     for world in worlds[:3]:
@@ -101,8 +101,8 @@ async def test_the_queue_admits_no_more_tenants_than_it_has_places() -> None:
     await worlds[0].core.close()
 
 
-def test_what_comes_after_a_session_s_end_is_not_its_tenant_s() -> None:
-    """A native function that ends later, with the time that it took."""
+def test_usage_after_the_end_of_a_session_does_not_count() -> None:
+    """For example, the time of a native function that ends after its session does not count."""
     tenant = Quota(TenantQuota())
     ended, other = (Quota(SessionQuota(), tenant) for _ in range(2))
     for session in (ended, other):
@@ -112,7 +112,7 @@ def test_what_comes_after_a_session_s_end_is_not_its_tenant_s() -> None:
     assert tenant.used == other.used == {"sessions": 1, "native_ms": 1}
 
 
-def test_shares_of_a_full_queue_are_by_weight() -> None:
+def test_shares_of_a_full_queue_are_weighted() -> None:
     queued = QueuedByTenant(light=25, heavy=75, other=3)
     weigh = {"light": 1.0, "heavy": 2.0, "other": 1.0}.__getitem__
     for tenant, is_refused in (("light", True), ("heavy", True), ("other", False)):
@@ -123,9 +123,7 @@ def test_shares_of_a_full_queue_are_by_weight() -> None:
     require_share("heavy", 100, weigh, 7.0, queued)
 
 
-def test_a_tenant_of_little_weight_has_a_place_in_a_full_queue_and_made_up_ones_have_no_end() -> (
-    None
-):
+def test_a_light_tenant_may_queue_one_task_and_made_up_tenants_are_limited() -> None:
     queued = QueuedByTenant(heavy=100)
     weigh = {"light": 1.0, "heavy": 1000.0}.__getitem__
     require_share("light", 100, weigh, None, queued)
@@ -137,7 +135,7 @@ def test_a_tenant_of_little_weight_has_a_place_in_a_full_queue_and_made_up_ones_
         require_share("one more", 100, lambda tenant: 1.0, None, made_up)
 
 
-def test_vendors_tell_a_full_cluster_from_a_quota() -> None:
+def test_vendor_errors_for_a_full_cluster_and_for_a_quota_differ() -> None:
     full, quota = ClusterFull("full"), QuotaExceeded("yours")
     status, body = openai_error(full)
     assert (status, body["error"]["type"], body["error"]["code"]) == (
@@ -150,12 +148,12 @@ def test_vendors_tell_a_full_cluster_from_a_quota() -> None:
     assert anthropic_error(quota)[0] == 429
 
 
-async def test_native_calls_that_wait_are_queued_tasks_of_their_tenant() -> None:
+async def test_waiting_native_calls_count_as_queued_tasks() -> None:
     sandbox = BusySandbox()
     one, two, _ = await tenants(sandbox, native_workers=1, global_scheduler={"max_queue_size": 4})
     for n in range(4):
         one.native(f"n{n}", output_criteria="latency")
-    await asyncio.sleep(0)  # the first of them has the worker
+    await asyncio.sleep(0)  # the first call uses the worker
     one.run(1)
     with pytest.raises(QueueFull):
         one.native()
@@ -193,12 +191,12 @@ async def test_calls_and_their_idempotency_keys_are_limited() -> None:
         with pytest.raises(QuotaExceeded, match=r"more than 3 calls \(`session_quota\.calls`\)"):
             submit("y")
     assert len(await var_ids_of(world)) == 3
-    world.call("y1", idempotency_key="key 1")  # the answer of the first time
+    world.call("y1", idempotency_key="key 1")  # returns the first answer
     assert len(await var_ids_of(world)) == 3
     await world.core.close()
 
 
-async def test_variables_are_limited_however_they_are_made() -> None:
+async def test_all_ways_to_create_variables_are_limited() -> None:
     (world,) = await tenants(keys=[None], session_quota={"variables": 4})
     x = world.variable("x", "text")
     world.call("y", x)
@@ -230,7 +228,7 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
     await world.join()
     await world.settle()
     await world.finish("y", "an output of 22 bytes.")
-    assert await reading == "an output of 22 bytes.", "nothing that was made is lost"
+    assert await reading == "an output of 22 bytes.", "existing values are kept"
     with pytest.raises(QuotaExceeded):
         world.variable("z", "!")
     world.variable("empty", "")
@@ -248,7 +246,7 @@ async def test_bytes_of_text_are_limited_and_outputs_count() -> None:
         {"parameters": [made("y"), given("x", "x" * 50)]},
     ],
 )
-async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
+async def test_everything_that_a_call_stores_is_counted(fields: dict[str, Any]) -> None:
     (world,) = await tenants(keys=[None], session_quota={"text_bytes": 50})
     body = {"template": "a{{y}}", "parameters": [made("y")]}
     world.core.submit_call(SemanticCallRequest.model_validate(world.scope | body))
@@ -258,7 +256,7 @@ async def test_all_that_a_call_keeps_is_counted(fields: dict[str, Any]) -> None:
     await world.core.close()
 
 
-async def test_names_of_apps_are_counted_and_a_refused_session_leaves_nothing() -> None:
+async def test_names_of_apps_are_counted_and_a_rejected_session_is_not() -> None:
     first, _ = await tenants(keys=["one", "two"], tenant_quota={"text_bytes": 10})
     for api_key in ("one", "three"):
         with pytest.raises(QuotaExceeded, match="text_bytes"):
@@ -286,7 +284,7 @@ async def test_a_tenants_sessions_share_its_quota_and_others_have_their_own() ->
     await first.core.close()
 
 
-async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() -> None:
+async def test_made_up_keys_share_one_series_of_the_metrics() -> None:
     worlds = await tenants(keys=[f"made up {n}" for n in range(50)] + [None])
     for world in worlds:
         world.run(1)
@@ -296,7 +294,7 @@ async def test_keys_that_anyone_may_make_up_share_one_series_of_the_metrics() ->
     for _ in worlds:
         await worlds[0].finish("y0")
     series = tenant_series(core)
-    assert len(series) == 6  # three directions, of "public" and of all others
+    assert len(series) == 6  # three directions each for "public" and for all others
     assert 'parrot_tenant_tokens_total{direction="prompt",tenant="other"}' in " ".join(series)
     await core.close()
 

@@ -1,4 +1,4 @@
-"""Sessions that a journal restores are their tenants', by id."""
+"""Restored sessions belong to their tenants, which are identified by id."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def started(path: str, storage: MemoryFile) -> tuple[ServeCore, Journal]:
     return core, journal
 
 
-async def test_sessions_of_removed_tenants_end_and_others_go_on(tmp_path: Path) -> None:
+async def test_sessions_of_removed_tenants_end_and_others_continue(tmp_path: Path) -> None:
     keys = [entry("a", "key a"), entry("b", "key b")]
     path = write_keys(tmp_path / "keys.json", *keys)
     first, journal = started(path, MemoryFile())

@@ -1,4 +1,4 @@
-"""The table of tenants, and whose work a request with a key is."""
+"""The table of tenants, and the tenant of a request with a key."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_each_api_key_is_a_tenant() -> None:
             table.of_key(wrong)
 
 
-def test_ids_of_keys_need_the_servers_secret_and_outlive_a_new_token() -> None:
+def test_ids_of_keys_need_the_servers_secret_and_survive_a_new_token() -> None:
     first, again, other = (
         TenantTable(CoreConfig(api_keys=("alpha",), cluster_token=token))
         for token in ("t", "t", "u")
@@ -34,10 +34,10 @@ def test_ids_of_keys_need_the_servers_secret_and_outlive_a_new_token() -> None:
     other.restored(b"", first.names_secret)  # The journal keeps the first secret.
     assert other.of_key("alpha").id == name
     assert other.find(name) is not None
-    assert other.current_id(id_of_key("alpha")) == name  # As in journals of older versions.
+    assert other.current_id(id_of_key("alpha")) == name  # in journals of older versions
 
 
-def test_without_keys_whoever_makes_up_one_is_a_tenant() -> None:
+def test_without_configured_keys_each_made_up_key_is_a_tenant() -> None:
     table = TenantTable(CoreConfig())
     assert not table.is_closed
     assert table.of_key(None).id == PUBLIC_ID
@@ -47,7 +47,7 @@ def test_without_keys_whoever_makes_up_one_is_a_tenant() -> None:
     assert not table.is_named(made_up.id)
 
 
-def test_a_share_group_has_one_salt_that_only_the_server_can_make(tmp_path: Path) -> None:
+def test_a_share_group_has_one_secret_salt(tmp_path: Path) -> None:
     path = write_keys(
         tmp_path / "keys.json",
         entry("a", "k1", share_group="g"),
@@ -66,7 +66,7 @@ def test_a_share_group_has_one_salt_that_only_the_server_can_make(tmp_path: Path
         assert TenantTable(other).cache_salt("a") != salts["a"]
 
 
-def test_without_a_cluster_token_salts_are_the_journals() -> None:
+def test_without_a_cluster_token_salts_come_from_the_journal() -> None:
     tables = [TenantTable(CoreConfig()) for _ in range(2)]
     assert tables[0].cache_salt("public") != tables[1].cache_salt("public")
     for table in tables:

@@ -1,4 +1,4 @@
-"""Keys change while ServeCore runs."""
+"""Keys can be changed while ServeCore runs."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ from tests.support.manual_clock import ManualClock
 
 
 class World:
-    """A core with a keys file, and the reports of the watch."""
+    """A core with a keys file, and the recorded reports of the watch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,9 @@ class World:
 
     def write(self, *names: str, **fields: object) -> None:
         write_keys(self.path, *(entry(name, f"key {name}", **fields) for name in names))
-        facts = self.path.stat()  # a quick test may write twice in one tick of the disk's clock
+        # Change the time, because a test may write twice within one tick of the file system's
+        # clock.
+        facts = self.path.stat()
         os.utime(self.path, ns=(facts.st_atime_ns, facts.st_mtime_ns + id(names) % 10**6))
 
     async def changed(self, change: KeysChange) -> None:
@@ -85,7 +87,7 @@ async def test_a_removed_key_ends_its_sessions(world: World) -> None:
     world.begin("c")
 
 
-async def test_a_new_key_of_a_tenant_leaves_its_sessions(world: World) -> None:
+async def test_a_new_key_of_a_tenant_keeps_its_sessions(world: World) -> None:
     mine = world.begin("a")
     cookie = (visitors := Visitors("token", world.core.tenants, world.clock)).enter("key a")
     write_keys(world.path, entry("a", "another key"), entry("b", "key b"))
@@ -97,14 +99,14 @@ async def test_a_new_key_of_a_tenant_leaves_its_sessions(world: World) -> None:
         visitors.of(cookie)
 
 
-async def test_scopes_and_limits_hold_from_then_on(world: World) -> None:
+async def test_new_scopes_and_limits_apply_at_once(world: World) -> None:
     world.write("a", "b", scopes=["metrics"], limits={"sessions": 1})
     assert await next_change(world) == KeysChange([], [], [], ["a", "b"])
     with pytest.raises(PermissionDenied, match="scope `user`"):
         world.begin("a")
 
 
-async def test_sessions_end_with_the_scope_for_them(world: World) -> None:
+async def test_sessions_end_when_their_scope_is_removed(world: World) -> None:
     mine = world.begin("a")
     write_keys(world.path, entry("a", "key a", scopes=["metrics"]), entry("b", "key b"))
     await next_change(world)
@@ -112,7 +114,7 @@ async def test_sessions_end_with_the_scope_for_them(world: World) -> None:
         world.core.session_info(*mine)
 
 
-async def test_a_key_that_is_removed_while_its_request_comes_begins_no_session(
+async def test_a_key_removed_during_its_request_creates_no_session(
     world: World,
 ) -> None:
     tenant = world.core.tenant("key a")
@@ -122,9 +124,9 @@ async def test_a_key_that_is_removed_while_its_request_comes_begins_no_session(
         world.core.begin_session(tenant, SessionCreateRequest())
 
 
-async def test_what_nobody_thought_of_in_a_file_does_not_stop_the_watch(world: World) -> None:
+async def test_unexpected_file_contents_do_not_stop_the_watch(world: World) -> None:
     mine = world.begin("a")
-    depth = 500  # which can be read, and not written
+    depth = 500  # can be parsed, but not serialized
     world.path.write_text('{"keys": [{"id": ' + "[" * depth + "]" * depth + "}]}")
     trouble = asyncio.ensure_future(world.troubles.get())
     while not trouble.done():
@@ -135,7 +137,7 @@ async def test_what_nobody_thought_of_in_a_file_does_not_stop_the_watch(world: W
     assert (await next_change(world)).removed == ["a"]
 
 
-async def test_a_bad_file_changes_nothing_and_is_told_once(
+async def test_a_bad_file_changes_nothing_and_is_reported_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine = world.begin("a")
@@ -159,7 +161,7 @@ async def test_a_bad_file_changes_nothing_and_is_told_once(
     assert (await next_change(world)).removed == ["a"]
 
 
-async def test_who_looks_at_the_page_sees_no_more_when_the_key_is_gone(world: World) -> None:
+async def test_a_viewer_of_the_page_is_signed_out_when_the_key_is_removed(world: World) -> None:
     world.write("b", scopes=["admin"])
     await next_change(world)
     page = Page(world.core, None, History(world.core))
