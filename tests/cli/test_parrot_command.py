@@ -68,7 +68,7 @@ def url(server: ThreadingHTTPServer) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
-def nobody() -> str:
+def unused_address() -> str:
     return f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
 
 
@@ -123,7 +123,7 @@ def test_page_prints_an_address_that_lets_its_user_in(core: ThreadingHTTPServer)
     result = parrot("page", "--core", url(core))
     token = kept_token(None)
     assert result.stdout == f"{url(core)}/ui/#key={page_key(token)}\n"
-    missing = parrot("page", "--core", nobody())
+    missing = parrot("page", "--core", unused_address())
     assert missing.returncode == 1
     assert "parrot up" in missing.stderr
 
@@ -137,7 +137,7 @@ def test_ping_without_engines_or_core(core: ThreadingHTTPServer) -> None:
     result = parrot("ping", "--core", url(core))
     assert result.returncode == 1
     assert "is not a ServeCore" in result.stderr
-    address = nobody()
+    address = unused_address()
     result = parrot("ping", "--core", address)
     assert result.returncode == 1
     assert f"no ServeCore answers at {address}" in result.stderr
@@ -166,7 +166,7 @@ def test_run_without_a_core_or_a_program(tmp_path: Path) -> None:
     assert "no such file" in result.stderr
     program = tmp_path / "program.py"
     program.write_text("raise SystemExit(5)")
-    result = parrot("run", "--core", nobody(), str(program))
+    result = parrot("run", "--core", unused_address(), str(program))
     assert result.returncode == 1
     assert "--embedded starts one" in result.stderr
 

@@ -170,15 +170,15 @@ def test_an_unexpected_death_is_reported() -> None:
 
 
 def test_an_engine_that_dies_is_restarted_and_others_continue() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     cluster = make([{"exit_code": 7}, {}])
     try:
         cluster.start()
         healthy, core = cluster.process("engine-1").pid, cluster.process("core")
 
         def tell(message: str) -> None:
-            told.append(message)
-            if len(told) == 4:
+            messages.append(message)
+            if len(messages) == 4:
                 os.kill(core.pid, signal.SIGKILL)
 
         assert cluster.supervise(tell) is core
@@ -187,17 +187,17 @@ def test_an_engine_that_dies_is_restarted_and_others_continue() -> None:
         assert cluster.log("engine-0").count("argv") == 4
     finally:
         cluster.stop()
-    pauses = [message.rpartition(" in ")[2] for message in told]
+    pauses = [message.rpartition(" in ")[2] for message in messages]
     assert pauses == ["0.05 s.", "0.1 s.", "0.2 s.", "0.2 s."]
-    assert all("engine-0 ended with exit code 7" in message for message in told)
+    assert all("engine-0 ended with exit code 7" in message for message in messages)
 
 
 def test_it_is_reported_when_an_engine_serves_again() -> None:
-    told: list[str] = []
+    messages: list[str] = []
     cluster = make([{"die_after_s": 1.0}, {}])
 
     def tell(message: str) -> None:
-        told.append(message)
+        messages.append(message)
         if message == "engine-0 serves again.":
             os.kill(cluster.process("core").pid, signal.SIGKILL)
 
@@ -207,8 +207,8 @@ def test_it_is_reported_when_an_engine_serves_again() -> None:
         assert cluster.supervise(tell) is cluster.process("core")
     finally:
         cluster.stop()
-    assert "starts again in 0.05 s." in told[0]
-    assert told[-1] == "engine-0 serves again."
+    assert "starts again in 0.05 s." in messages[0]
+    assert messages[-1] == "engine-0 serves again."
 
 
 def test_a_stubborn_server_is_killed_with_its_children() -> None:

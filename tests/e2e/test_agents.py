@@ -49,9 +49,9 @@ def test_the_embedded_model_calls_a_tool_and_answers(embedded_cluster: Cluster) 
             assert said.endswith(run.text)
         check_reuse(vm)
     assert run.calls
-    told = [call for call in run.calls if call.error is None]
-    assert [tuple(call.arguments.values()) for call in told] == ASKED
-    assert {call.result for call in told} <= {"It rains."}
+    succeeded = [call for call in run.calls if call.error is None]
+    assert [tuple(call.arguments.values()) for call in succeeded] == ASKED
+    assert {call.result for call in succeeded} <= {"It rains."}
 
 
 async def test_agents_on_simulated_engines(sim_cluster: Cluster) -> None:

@@ -71,25 +71,25 @@ async def test_no_read_fails_while_all_servers_are_restarted_in_turn(
 ) -> None:
     over, answers = threading.Event(), ([], [])
 
-    def program(url: str, told: list[str]) -> None:
+    def program(url: str, found: list[str]) -> None:
         vm = P.VirtualMachine(url, restart_timeout_s=HANGS_S)
 
         def main() -> None:
             while not over.is_set():
-                told.append(join([tell(f"parrot {number}") for number in range(4)]).get())
+                found.append(join([tell(f"parrot {number}") for number in range(4)]).get())
 
         vm.run(main)
 
     async with two_shards(tmp_path) as shards, asyncio.timeout(3 * HANGS_S):
         first, second = shards
         running = [
-            asyncio.create_task(asyncio.to_thread(program, shard.core_url, told))
-            for shard, told in zip(shards, answers, strict=True)
+            asyncio.create_task(asyncio.to_thread(program, shard.core_url, found))
+            for shard, found in zip(shards, answers, strict=True)
         ]
         try:
             turns = [(first, "engine-0"), (second, "core"), (first, "core"), (first, "engine-1")]
             for shard, name in turns:
-                counts = [len(told) for told in answers]
+                counts = [len(found) for found in answers]
                 while any(len(t) < n + 2 for t, n in zip(answers, counts, strict=True)):
                     assert not any(task.done() for task in running)
                     await asyncio.sleep(0.01)
@@ -97,4 +97,4 @@ async def test_no_read_fails_while_all_servers_are_restarted_in_turn(
         finally:
             over.set()
         await asyncio.gather(*running)
-    assert len({answer for told in answers for answer in told}) == 1
+    assert len({answer for found in answers for answer in found}) == 1

@@ -265,9 +265,9 @@ async def test_tools_are_called_or_refused(
     (called,) = payload["choices"][0]["message"]["tool_calls"]
     assert called["function"]["name"] == "judge"
     assert set(json.loads(called["function"]["arguments"])) == {"large"}
-    told = {"role": "tool", "tool_call_id": called["id"], "content": "It is."}
+    result_message = {"role": "tool", "tool_call_id": called["id"], "content": "It is."}
     said = {"role": "assistant", "content": None, "tool_calls": [called]}
-    body = chat(messages=[*body["messages"], said, told], tools=[tool])
+    body = chat(messages=[*body["messages"], said, result_message], tools=[tool])
     status, payload = await answer(http, body, "/v1/chat/completions")
     assert status == 200, payload
 

@@ -97,16 +97,16 @@ def test_mistakes_are_reported_before_anything_is_sent(vm: P.VirtualMachine) -> 
 
 
 def test_gather_returns_all_values_in_order_and_reports_progress(vm: P.VirtualMachine) -> None:
-    told: list[tuple[int, int]] = []
+    progress_calls: list[tuple[int, int]] = []
     with vm.running_scope():
         given = P.variable(content="there")
         answers = [try_it(number) for number in (4, 2, 0)]
         variables = [*answers, given, answers[1]]
-        assert P.gather(variables, progress=lambda *n: told.append(n)) == [
+        assert P.gather(variables, progress=lambda *n: progress_calls.append(n)) == [
             "4", "2", "0", "there", "2",
         ]  # fmt: skip
         assert P.gather([]) == []
-    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert progress_calls == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 
 def test_gather_raises_the_first_error_at_once_and_stops_the_rest(
@@ -123,12 +123,12 @@ def test_gather_raises_the_first_error_at_once_and_stops_the_rest(
 def test_as_completed_yields_each_variable_and_failed_ones_raise(
     vm: P.VirtualMachine,
 ) -> None:
-    told: list[tuple[int, int]] = []
+    progress_calls: list[tuple[int, int]] = []
     with vm.running_scope():
         fails = P.variable("fails")
         answers = [try_it(1), try_it(2), fails]
         fails.cancel()
-        completed = P.as_completed(answers, progress=lambda *n: told.append(n))
+        completed = P.as_completed(answers, progress=lambda *n: progress_calls.append(n))
         assert {next(completed), next(completed)} == set(answers[1:])
         assert answers[1].content == "2"
         with pytest.raises(P.errors.Cancelled):
@@ -139,7 +139,7 @@ def test_as_completed_yields_each_variable_and_failed_ones_raise(
             list(P.as_completed(answers[:2], timeout=0.1))
         with pytest.raises(ValueError, match="twice"):
             next(iter(P.as_completed([fails, fails])))
-    assert told == [(1, 3), (2, 3)]
+    assert progress_calls == [(1, 3), (2, 3)]
 
 
 def test_the_same_for_async_code(vm: P.VirtualMachine) -> None:

@@ -88,8 +88,8 @@ def test_chunk_boundaries_do_not_matter_and_no_character_is_lost(
         assert (answer.reasoning, answer.text) == ("", text)
         return
     begun = text.lstrip()
-    told = begun.removeprefix("<think>") if begun.startswith("<think>") else text
-    before, found, behind = told.partition("</think>")
+    returned = begun.removeprefix("<think>") if begun.startswith("<think>") else text
+    before, found, behind = returned.partition("</think>")
     assert answer.reasoning == before.strip("\n")
     assert answer.text == (behind.lstrip("\n") if found else "")
 

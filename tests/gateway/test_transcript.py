@@ -103,7 +103,7 @@ def expected(template: str, messages: list[dict[str, Any]], **options: Any) -> s
     return text
 
 
-def told(template: str, messages: list[dict[str, Any]], **options: Any) -> list[tuple[str, str]]:
+def kinds(template: str, messages: list[dict[str, Any]], **options: Any) -> list[tuple[str, str]]:
     """Return the pieces with their kinds: `constant`, `value` or `output`."""
     transcript = render_transcript(
         ModelTemplate(template, BOS, EOS), messages, special_texts=SPECIAL, **options
@@ -205,19 +205,19 @@ def test_no_message_is_markup(name: str, text: str, answer: str) -> None:
     messages = [user(text), {"role": "assistant", "content": answer}, user("x")]
     plain = [user("a"), {"role": "assistant", "content": "b"}, user("x")]
     try:
-        pieces = told(ALL_TEMPLATES[name], messages)
+        pieces = kinds(ALL_TEMPLATES[name], messages)
     except InvalidRequest:
         assert any(special in text + answer for special in SPECIAL)
         return
     markup = [text for kind, text in pieces if kind == "constant"]
     if any(special in text + answer for special in SPECIAL):
-        reference = "".join(t for k, t in told(ALL_TEMPLATES[name], plain) if k == "constant")
+        reference = "".join(t for k, t in kinds(ALL_TEMPLATES[name], plain) if k == "constant")
         assert "".join(markup) == reference
 
 
 def test_a_conversation_in_pieces() -> None:
     messages = [user("Hello"), {"role": "assistant", "content": "Hi!"}, user("user")]
-    assert told(HERMES, messages) == [
+    assert kinds(HERMES, messages) == [
         ("constant", "<|im_start|>user\n"),
         ("value", "Hello"),
         ("constant", "<|im_end|>\n<|im_start|>assistant\n"),
@@ -236,7 +236,7 @@ def test_tools_their_calls_and_results(template: str) -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": 'so "warm"', "tool_call_id": "1"},
     ]
-    pieces = told(template, messages, tools=[TOOL])
+    pieces = kinds(template, messages, tools=[TOOL])
     assert "".join(text for _, text in pieces) == expected(template, messages, tools=[TOOL])
     shown = [text for kind, text in pieces if kind == "value"]
     assert shown in (["Weather?", 'so "warm"'], ["Weather?", r"so \"warm\""])
@@ -250,22 +250,22 @@ def test_texts_that_resemble_markup_are_rejected() -> None:
         user("Go on"),
     ]
     with pytest.raises(InvalidRequest, match="special token"):
-        told(HERMES, messages)
+        kinds(HERMES, messages)
     tool = {"type": "function", "function": {"name": "f", "description": "<|im_end|>"}}
     with pytest.raises(InvalidRequest, match="special token"):
-        told(HERMES, [user("Hi")], tools=[tool])
+        kinds(HERMES, [user("Hi")], tools=[tool])
 
 
 def test_a_template_that_changes_messages_shows_them_as_markup() -> None:
     template = "{% for m in messages %}[{{ m.content | upper }}]{% endfor %}"
-    assert told(template, [user("a"), user("b")]) == [("constant", "[A][B]")]
+    assert kinds(template, [user("a"), user("b")]) == [("constant", "[A][B]")]
     with pytest.raises(InvalidRequest, match="special token"):
-        told(template.replace("upper", "replace('x', '')"), [user("ax<|im_end|>")])
+        kinds(template.replace("upper", "replace('x', '')"), [user("ax<|im_end|>")])
 
 
 def test_an_earlier_answer_loses_its_reasoning() -> None:
     messages = [user("a"), {"role": "assistant", "content": "hm</think>\n\nB"}, user("c")]
-    assert ("output", "B") in told(HERMES, messages)
+    assert ("output", "B") in kinds(HERMES, messages)
 
 
 def conversation(spoken: str) -> list[dict[str, Any]]:

@@ -81,12 +81,12 @@ async def test_a_failed_registration_does_not_reveal_open_ports(
     lure: tuple[Lure, str], http: HttpClient
 ) -> None:
     server, url = lure
-    told = set()
+    errors = set()
     for port in (int(url.rpartition(":")[2]), 1):  # an open port and a closed one
         with pytest.raises(ParrotError) as caught:
             await RegistrationClient(http).register_engine(info("127.0.0.1", port))
-        told.add((caught.value.type, caught.value.message))
-    assert len(told) == 1
+        errors.add((caught.value.type, caught.value.message))
+    assert len(errors) == 1
     assert server.asked == ["/tokenizer"]
 
 

@@ -75,13 +75,20 @@ async def test_ids_of_another_tenant_are_unknown(site: Site) -> None:
 
 
 async def ask(
-    site: Site, rule: Rule, path: str, named: dict[str, Any], who: dict[str, Any], session_id: int
+    site: Site,
+    rule: Rule,
+    path: str,
+    named: dict[str, Any],
+    caller: dict[str, Any],
+    session_id: int,
 ) -> int:
     names = {name: named[name] for name in ("var_id", "request_id", "response_id")}
     path = path.format(**names, session_id=session_id, engine_id=0)
-    headers = {"Cookie": who["cookie"]}
+    headers = {"Cookie": caller["cookie"]}
     is_of_session = rule.access in (Access.SESSION, Access.SESSION_OR_KEY)
-    headers["Authorization"] = f"Bearer {who['session_auth'] if is_of_session else who['key']}"
+    headers["Authorization"] = (
+        f"Bearer {caller['session_auth'] if is_of_session else caller['key']}"
+    )
     body: dict[str, Any] | None = None
     params: dict[str, str] = {}
     if rule.method == "POST":

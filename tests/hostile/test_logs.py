@@ -30,13 +30,13 @@ def record(message: str, *args: object, error: BaseException | None = None) -> l
 
 
 def test_a_name_cannot_start_a_new_line() -> None:
-    told = record("engine %s joined", FORGED)
-    told.facts = {"func": FORGED}
-    line = TextFormatter().format(told)
+    logged = record("engine %s joined", FORGED)
+    logged.facts = {"func": FORGED}
+    line = TextFormatter().format(logged)
     assert len(line.splitlines()) == 1
     assert "\x1b" not in line
     assert line.count("\\n2026-11-22") == 2
-    assert "\n" not in JsonFormatter().format(told)
+    assert "\n" not in JsonFormatter().format(logged)
 
 
 def test_an_error_cannot_start_a_new_line() -> None:
@@ -97,9 +97,9 @@ async def test_disconnected_readers_cause_no_errors(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Errors after the client has disconnected are handled, so asyncio does not report them."""
-    told: list[str] = []
+    logged: list[str] = []
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(lambda _, context: told.append(str(context["message"])))
+    loop.set_exception_handler(lambda _, context: logged.append(str(context["message"])))
     engine = fake_engine("e0", model=MODEL)
     kinds = [Script(), Script(steps=20), Script(error=EngineFailed("no")), Script(hang_after=1)]
     engine.scripts = kinds * 24
@@ -137,5 +137,5 @@ async def test_disconnected_readers_cause_no_errors(
         await asyncio.sleep(0.05)
         gc.collect()
         await asyncio.sleep(0)
-    assert told == []
+    assert logged == []
     assert "never retrieved" not in caplog.text

@@ -26,10 +26,10 @@ def user(content: Any = "Hi") -> dict[str, Any]:
 
 
 def body(path: str, *messages: Any, **fields: Any) -> dict[str, Any]:
-    told = list(messages) or [user()]
+    items = list(messages) or [user()]
     if path == RESPONSES:
-        return {"model": MODEL, "input": told} | fields
-    return {"model": MODEL, "messages": told} | ({"max_tokens": 9} | fields)
+        return {"model": MODEL, "input": items} | fields
+    return {"model": MODEL, "messages": items} | ({"max_tokens": 9} | fields)
 
 
 def nested(depth: int) -> Any:

@@ -103,13 +103,13 @@ async def test_a_change_is_answered_after_it_is_on_disk(route: str, body: dict[s
         file.asked.clear()
         file.open.clear()
 
-        async def told() -> tuple[int, str]:
+        async def returned() -> tuple[int, str]:
             url, query = path.format(**names), {k: str(v) for k, v in scope.items()}
             sent: dict[str, Any] = {"params": query} if method == "GET" else {"json": fields}
             async with site.http.request(method, url, **sent) as answer:
                 return answer.status, await answer.text()
 
-        asking = asyncio.ensure_future(told())
+        asking = asyncio.ensure_future(returned())
         try:
             assert await asyncio.to_thread(file.asked.wait, 20), await asking
             await asyncio.wait([asking], timeout=0.1)

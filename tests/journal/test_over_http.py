@@ -186,12 +186,12 @@ async def test_variables_are_listed_after_they_are_on_disk(path: str) -> None:
         file.open.clear()
         journal_of(site).append(str(scope["session_id"]), "read", {})
 
-        async def told() -> str:
+        async def answered() -> str:
             async with site.http.get("/v1/" + path.format(**scope), params=scope) as answer:
                 assert answer.status == 200
                 return await answer.text()
 
-        asking = asyncio.ensure_future(told())
+        asking = asyncio.ensure_future(answered())
         await asyncio.wait([asking], timeout=0.1)
         assert not asking.done()
         file.open.set()
@@ -220,7 +220,7 @@ async def test_a_repeated_request_is_answered_after_the_first_is_on_disk(
         created = await site.post("/v1/semantic_var", scope | {"var_name": "v"})
         path = "/v1/" + path.format(**scope, **created)
 
-        async def told(method: str, path: str, body: dict[str, Any]) -> int:
+        async def answered(method: str, path: str, body: dict[str, Any]) -> int:
             async with site.http.request(method, path, json=scope | body) as answer:
                 return answer.status
 
@@ -230,9 +230,9 @@ async def test_a_repeated_request_is_answered_after_the_first_is_on_disk(
         first = (method, path, body)
         if name in ("call", "graph"):
             first = ("POST", "/v1/semantic_call", REPEATED)
-        asking = [asyncio.ensure_future(told(*first))]
+        asking = [asyncio.ensure_future(answered(*first))]
         assert await asyncio.to_thread(file.asked.wait, 20)
-        asking.append(asyncio.ensure_future(told(method, path, body)))
+        asking.append(asyncio.ensure_future(answered(method, path, body)))
         await asyncio.wait(asking, timeout=0.1)
         assert not any(one.done() for one in asking)
         file.open.set()
@@ -391,13 +391,13 @@ async def test_a_background_response_is_returned_after_it_is_on_disk(stream: str
         response = await begun_in_the_background(site)
         path = f"{RESPONSES}/{response['id']}"
 
-        async def told() -> str:
+        async def answered() -> str:
             async with site.http.get(path, params={"stream": stream}) as answer:
                 return await answer.text()
 
         engine.resume.set()
         assert await asyncio.to_thread(file.reached.wait, 20)
-        asking = asyncio.ensure_future(told())
+        asking = asyncio.ensure_future(answered())
         await asyncio.wait([asking], timeout=0.1)
         assert not asking.done()
         file.open.set()

@@ -42,14 +42,14 @@ def _lines(steps: Sequence[Step], passed: Mapping[str, Passed]) -> Iterator[str]
     beside: dict[Step, list[str]] = {}
     for journey in dict.fromkeys(step.journey for step in steps):
         own = [step for step in steps if step.journey == journey]
-        beside |= zip(own, _beside(own, passed[journey]), strict=True)
+        beside |= zip(own, _between(own, passed[journey]), strict=True)
     for number, step in enumerate(steps, start=1):
         yield f"{number}. `{step.function}` - {step.why}\n"
         if others := beside[step]:
             yield f"   <br>Also passed: {', '.join(f'`{other}`' for other in others)}.\n"
 
 
-def _beside(steps: Sequence[Step], passed: Passed) -> list[list[str]]:
+def _between(steps: Sequence[Step], passed: Passed) -> list[list[str]]:
     """Return for each step the stateful classes that first occur between it and the next step.
     ServeCore's journeys use a simulated engine. The classes of a real one are in its own
     journey."""

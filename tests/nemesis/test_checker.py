@@ -180,8 +180,8 @@ def test_c2_a_set_value_is_lost(values: list[SetValue], answer: str) -> None:
     history.lives = [life(ended=None)]
     assert found(history) == {"C2", "C4"}
     (text,) = violations("C2", history)
-    told = f"program 1 gave v-note (answer: {answer})"
-    assert text == f"the value that {told} was lost: a read of it found none"
+    description = f"program 1 gave v-note (answer: {answer})"
+    assert text == f"the value that {description} was lost: a read of it found none"
 
 
 @pytest.mark.parametrize("error", ["not_found", "session_gone"])

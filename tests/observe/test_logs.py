@@ -26,8 +26,8 @@ class Lines(logging.Handler):
         self.texts.append(self.format(record))
 
     def with_message(self, message: str) -> list[dict[str, Any]]:
-        told = map(json.loads, self.texts)
-        return [line for line in told if line["message"] == message]
+        logged = map(json.loads, self.texts)
+        return [line for line in logged if line["message"] == message]
 
 
 @pytest.fixture

@@ -120,19 +120,19 @@ def test_the_parts_of_a_request_add_up(page: bytes) -> None:
 def test_tokens_are_priced_by_function_and_by_tenant(page: bytes) -> None:
     found = samples(page)
 
-    def tokens(who: str, direction: str) -> float:
-        family = "parrot_tenant_tokens_total" if who == "public" else "parrot_call_tokens_total"
-        return found[family, frozenset({who, direction})]
+    def tokens(tenant: str, direction: str) -> float:
+        family = "parrot_tenant_tokens_total" if tenant == "public" else "parrot_call_tokens_total"
+        return found[family, frozenset({tenant, direction})]
 
-    for who, family in (
+    for tenant, family in (
         ("write", "parrot_call_cost_total"),
         ("review", "parrot_call_cost_total"),
         ("public", "parrot_tenant_cost_total"),
     ):
-        computed = tokens(who, "prompt") - tokens(who, "cached")
-        cost = (10 * computed + tokens(who, "cached") + 100 * tokens(who, "generation")) / 1e6
-        assert found[family, frozenset({who})] == pytest.approx(cost)
-        assert tokens(who, "generation") == (10 if who == "public" else 5)
+        computed = tokens(tenant, "prompt") - tokens(tenant, "cached")
+        cost = (10 * computed + tokens(tenant, "cached") + 100 * tokens(tenant, "generation")) / 1e6
+        assert found[family, frozenset({tenant})] == pytest.approx(cost)
+        assert tokens(tenant, "generation") == (10 if tenant == "public" else 5)
 
 
 def test_a_session_shows_its_costs_by_function() -> None:

@@ -85,8 +85,8 @@ def test_spans_of_a_session_have_ids_of_their_own(
     spans, again = (SessionSpans(trace_id, session_id) for _ in range(2))
     callers = ["", str(TraceParent(other, CALLER))]
     made = [spans.task(caller, task) for caller in callers for task in tasks]
-    told = [again.header(caller, task) for caller in callers for task in tasks]
-    assert told == [str(span) for span in made]
+    received = [again.header(caller, task) for caller in callers for task in tasks]
+    assert received == [str(span) for span in made]
     assert len({spans.session, *made}) == 1 + len(set(callers)) * len(tasks) or trace_id == other
 
 

@@ -103,8 +103,8 @@ const Source = window.EventSource;
 window.EventSource = class extends Source {
   addEventListener(name, act) {
     super.addEventListener(name, name === "error" ? (event) => {
-      if (event.data !== undefined || !this.heard) act(event); else this.close();
-    } : (event) => { this.heard = true; performance.mark("rows"); act(event); });
+      if (event.data !== undefined || !this.gotRows) act(event); else this.close();
+    } : (event) => { this.gotRows = true; performance.mark("rows"); act(event); });
   }
 };
 """

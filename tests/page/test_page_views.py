@@ -297,11 +297,13 @@ async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
     rows = scene.reused_run(8, origin=7)
     stage.answers |= {"sessions/8": rows, "sessions/8/vars/s0": {"var": rows["var:s0"]}}
     await stage.goto("run/8")
-    told = stage.page.locator(".blame")
-    await expect(told).to_contain_text(
+    explanation = stage.page.locator(".blame")
+    await expect(explanation).to_contain_text(
         "2 of 2 calls took the result of an identical call, so their prompts count as cached. "
     )
-    await expect(told).to_contain_text("The run took 1,458 of 1,458 prompt tokens from the cache.")
+    await expect(explanation).to_contain_text(
+        "The run took 1,458 of 1,458 prompt tokens from the cache."
+    )
     totals = await stage.page.locator(".totals").inner_text()
     assert "Output\n0 tokens\nFrom cache\n100 %" in totals
     await expect(stage.page.locator(".node .d").first).to_have_text("reused · 40 ms")

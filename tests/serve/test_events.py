@@ -8,11 +8,11 @@ from parrot.serve.events import CancelRequested, CoreClosed, Events, PrefixBroke
 
 
 def test_a_sink_gets_only_its_event_types() -> None:
-    events, heard = Events(), list[object]()
-    events.add({PrefixBroken: heard.append})
+    events, received = Events(), list[object]()
+    events.add({PrefixBroken: received.append})
     events.emit(PrefixBroken, "edited")
     events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
-    assert heard == [PrefixBroken("edited")]
+    assert received == [PrefixBroken("edited")]
     assert events.has_sink(CoreClosed, PrefixBroken)
     assert not events.has_sink(CoreClosed, CancelRequested)
 
@@ -27,18 +27,18 @@ def test_an_event_without_a_sink_is_not_created() -> None:
 def test_a_failing_sink_is_removed_and_does_not_affect_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    events, heard = Events(), list[object]()
+    events, received = Events(), list[object]()
 
     def fail(event: PrefixBroken) -> None:
         raise OSError("the disk is full")
 
-    events.add({PrefixBroken: fail, CoreClosed: heard.append})
-    events.add({PrefixBroken: heard.append})
+    events.add({PrefixBroken: fail, CoreClosed: received.append})
+    events.add({PrefixBroken: received.append})
     with caplog.at_level(logging.ERROR):
         events.emit(PrefixBroken, "one")
         events.emit(PrefixBroken, "two")
     events.emit(CoreClosed, hit=1, recomputed=2, evicted=3)
-    assert heard == [PrefixBroken("one"), PrefixBroken("two")]
+    assert received == [PrefixBroken("one"), PrefixBroken("two")]
     assert caplog.text.count("fail failed; its sink receives no more events") == 1
     assert not events.has_sink(CoreClosed)
 

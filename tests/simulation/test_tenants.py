@@ -6,11 +6,11 @@ from benchmark.simulated import ENGINES, sim_engine
 
 def test_background_calls_hardly_slow_down_a_chat() -> None:
     engine = sim_engine(ENGINES / "sim_llama_3_1_8b.json")
-    alone, beside = (
+    alone, together = (
         play(Scene(engine, 1, crowd, "latency", query=1000, think_s=0.5, turns=3, settle_s=4.5))
         for crowd in (0, 600)
     )
-    row = compare(alone, beside)
+    row = compare(alone, together)
     assert row["first_p99_ratio"] <= 1.3, row
     assert row["token_p99_ratio"] <= 1.3, row
-    assert beside.crowd_tokens > 1000
+    assert together.crowd_tokens > 1000

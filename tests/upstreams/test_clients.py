@@ -32,15 +32,15 @@ WITHOUT = {"prompts of tokens", "count tokens", "errors"}
 
 @pytest.mark.parametrize("name", CLIENTS)
 async def test_a_client_gets_the_answers_of_the_server(name: str) -> None:
-    told = TRANSCRIPTS[name]
-    requests = [request for request in told["requests"] if request["feature"] not in WITHOUT]
+    transcript = TRANSCRIPTS[name]
+    requests = [request for request in transcript["requests"] if request["feature"] not in WITHOUT]
     assert requests
     async with (
         scripted_core(max_text=10**8) as (behind, engine),
         serve_app(create_app(behind)) as server,
     ):
         key = {"instance": {"api_key": KEY}}
-        keys = {"api_keys": [KEY], "session_quota": {"text_bytes": told["max_text"]}}
+        keys = {"api_keys": [KEY], "session_quota": {"text_bytes": transcript["max_text"]}}
         given = {"servers": [{"url": f"{server}/v1", "engine": key}], **keys}
         core = ServeCore(parse_config(CoreConfig, given, "test"))
         headers = {"authorization": f"Bearer {KEY}"}

@@ -129,11 +129,11 @@ async def test_the_load_of_other_clients_on_a_server_is_shown() -> None:
         load = {"num_running": 6, "num_waiting": 2, "num_others": 4, "kv_usage": 0.401}
         async with watching(site, "overview") as watch:
             assert "server" not in await watch.until("engine:0", engine_name="e0")
-            for told, seen in (
+            for shown, seen in (
                 (load, {"kv": 0.4, "others_kv": 0.2}),
                 ({**load, "kv_usage": None}, {}),  # like newer versions of llama.cpp
             ):
-                beat["runtime_info"] = {"server_load": told}
+                beat["runtime_info"] = {"server_load": shown}
                 await site.post("/engine_heartbeat", beat, headers=inside)
                 row = {"running": 6, "waiting": 2, "others": 4} | seen
                 await watch.until("engine:0", server=row)

@@ -113,8 +113,8 @@ AGENTS = {
 async def run_script(script: Script, venvs: Path, url: str, model: str, key: str) -> Json:
     """Run the client's script, and return the versions and features that it prints."""
     path = str(HERE / "clients" / script.name)
-    told = await _output([_bin(venvs, script.venv, "python"), path, url, model, key], {}, Path())
-    features: Json = json.loads(told.splitlines()[-1])
+    printed = await _output([_bin(venvs, script.venv, "python"), path, url, model, key], {}, Path())
+    features: Json = json.loads(printed.splitlines()[-1])
     return features
 
 
@@ -135,8 +135,8 @@ async def run_agent(agent: Agent, venvs: Path, url: str, recorder: Recorder) -> 
             program = str(venvs / "npm" / "node_modules" / ".bin" / agent.command[0])
             arguments = [filled(argument) for argument in agent.command[1:]]
             env = {key: filled(value) for key, value in agent.env.items()} | {"HOME": home}
-            told = await _output([program, *arguments, asked], env, Path(home))
-        features[name] = None if wanted in told else told[-300:] or "no answer"
+            printed = await _output([program, *arguments, asked], env, Path(home))
+        features[name] = None if wanted in printed else printed[-300:] or "no answer"
     version = json.loads(package.read_text())["version"]
     return {"versions": {agent.package: version}, "features": features}
 
@@ -181,19 +181,19 @@ async def record(name: str, venvs: Path) -> Json:
         recorder = Recorder(create_app(core))
         async with serve_app(recorder) as url:
             if name in AGENTS:
-                told = await run_agent(AGENTS[name], venvs, url, recorder)
+                printed = await run_agent(AGENTS[name], venvs, url, recorder)
             elif name in HARNESSES:
-                told = await run_harness(HARNESSES[name], venvs, url, recorder)
+                printed = await run_harness(HARNESSES[name], venvs, url, recorder)
             else:
-                told = await run_script(SCRIPTS[name], venvs, url, MODEL, KEY)
-    passed = [r for r in recorder.requests if told["features"][r["feature"]] is None]
-    return told | {"max_text": max_text, "requests": passed}
+                printed = await run_script(SCRIPTS[name], venvs, url, MODEL, KEY)
+    passed = [r for r in recorder.requests if printed["features"][r["feature"]] is None]
+    return printed | {"max_text": max_text, "requests": passed}
 
 
-def write(name: str, told: Json) -> None:
+def write(name: str, printed: Json) -> None:
     """Write a transcript with one request per line."""
-    lines = [json.dumps(request, ensure_ascii=False) for request in told.pop("requests")]
-    head = json.dumps(told, ensure_ascii=False, indent=1).removesuffix("\n}")
+    lines = [json.dumps(request, ensure_ascii=False) for request in printed.pop("requests")]
+    head = json.dumps(printed, ensure_ascii=False, indent=1).removesuffix("\n}")
     text = head + ',\n "requests": [\n' + ",\n".join(lines) + "\n ]\n}\n"
     (HERE / "transcripts" / f"{name}.json").write_text(text)
 
@@ -208,11 +208,11 @@ async def main() -> None:
     args = parser.parse_args()
     for name in args.clients or [*SCRIPTS, *AGENTS, *HARNESSES]:
         if args.url:
-            told = await run_script(SCRIPTS[name], args.venvs, args.url, args.model, args.key)
+            printed = await run_script(SCRIPTS[name], args.venvs, args.url, args.model, args.key)
         else:
-            told = await record(name, args.venvs)
-            write(name, told)
-        for feature, problem in told["features"].items():
+            printed = await record(name, args.venvs)
+            write(name, printed)
+        for feature, problem in printed["features"].items():
             sys.stdout.write(f"{name} {feature}: {problem or 'passes'}\n")
 
 

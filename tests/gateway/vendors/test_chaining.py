@@ -172,8 +172,8 @@ async def test_a_streamed_answer_of_other_formats_sets_a_variable(site: Site, pa
     target = await variable(site, scope)
     body = other(path, "Capital?", output=target, **scope) | {"stream": True}
     events = [json.loads(data) for _, data in await site.stream(path, body)]
-    told = events[0]["response" if path == RESPONSES else "message"]
-    assert told["parrot"] == {"session_id": scope["session_id"], "outputs": [target]}
+    shown = events[0]["response" if path == RESPONSES else "message"]
+    assert shown["parrot"] == {"session_id": scope["session_id"], "outputs": [target]}
     assert await read(site, scope, target) == "Paris."
 
 

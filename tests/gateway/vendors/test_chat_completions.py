@@ -367,7 +367,7 @@ class TestTools:
 class TestPrefix:
     """A header reports whether a program's prompts share a prefix with the earlier ones."""
 
-    async def told(self, site: Site, asked: dict[str, Any]) -> str:
+    async def reported(self, site: Site, asked: dict[str, Any]) -> str:
         async with site.http.post(PATH, json=asked) as response:
             assert response.status == 200
             self.answer = (await response.json())["choices"][0]["message"]
@@ -379,14 +379,14 @@ class TestPrefix:
     async def test_a_program_that_changes_its_system_prompt(self, site: Site) -> None:
         site.engine.script = Script(text=lambda prompt: "A long answer to be recognised by.")
         first = [self.system("It is 10:00."), user("Hi")]
-        assert await self.told(site, body(*first)) == "new"
+        assert await self.reported(site, body(*first)) == "new"
         more = [self.answer, user("More")]
-        told = await self.told(site, body(*first, *more))
+        reported = await self.reported(site, body(*first, *more))
         reused, whole = len(site.engine.prompts[0] + self.answer["content"]), site.engine.prompts[1]
-        assert told == f"continued; reused={reused}; of={len(whole)}"
+        assert reported == f"continued; reused={reused}; of={len(whole)}"
         changed = [self.system("It is 10:01."), user("Hi"), *more, self.answer, user("Again")]
-        told = await self.told(site, body(*changed))
-        assert told.startswith("broken; reason=date; message=0; at=")
+        reported = await self.reported(site, body(*changed))
+        assert reported.startswith("broken; reason=date; message=0; at=")
         sessions = {request.session_id for request in site.engine.requests}
         assert len(sessions) == 1  # still the same program
         async with site.http.get("/metrics") as response:
@@ -398,31 +398,32 @@ class TestPrefix:
         rounds = [[user(f"{i}"), {"role": "assistant", "content": "Yes."}] for i in range(60)]
         first = [message for pair in rounds for message in pair] + [user("Hi")]
         others = [user("Other"), *first[1:]]
-        assert await self.told(site, body(*first)) == "new"
+        assert await self.reported(site, body(*first)) == "new"
         more = [self.answer, user("More")]
         reused = len(site.engine.prompts[0] + self.answer["content"])
-        told = await asyncio.gather(
-            self.told(site, body(*first, *more)), self.told(site, body(*others))
+        reported = await asyncio.gather(
+            self.reported(site, body(*first, *more)), self.reported(site, body(*others))
         )
         assert {prompt.count("Yes.") for prompt in site.engine.prompts} == {60}
-        assert told[1] == "new"
-        assert told[0].startswith(f"continued; reused={reused}; of=")
+        assert reported[1] == "new"
+        assert reported[0].startswith(f"continued; reused={reused}; of=")
 
     async def test_a_program_that_is_named(self, site: Site) -> None:
         for text, expected in (("Hi", "new"), ("Ho", "broken; reason=history_changed; message=0")):
-            told = await self.told(site, body(user(text), prompt_cache_key="p"))
-            assert told.startswith(expected)
+            reported = await self.reported(site, body(user(text), prompt_cache_key="p"))
+            assert reported.startswith(expected)
 
     @pytest.mark.parametrize(
-        ("num_kept", "told"), [(990, "continued; reused="), (800, "broken; reason=history_changed")]
+        ("num_kept", "reported"),
+        [(990, "continued; reused="), (800, "broken; reason=history_changed")],
     )
     async def test_a_small_difference_is_not_reported(
-        self, site: Site, num_kept: int, told: str
+        self, site: Site, num_kept: int, reported: str
     ) -> None:
         """A break is reported if the prompts share less than 90% of the earlier prompt."""
         for text in ("x" * 1000, "x" * num_kept + "y" * 60):
-            found = await self.told(site, body(user(text), prompt_cache_key="p"))
-        assert found.startswith(told)
+            found = await self.reported(site, body(user(text), prompt_cache_key="p"))
+        assert found.startswith(reported)
         if num_kept == 990:
             at = site.engine.prompts[1].index("xy") + 1
             assert found == f"continued; reused={at}; of={len(site.engine.prompts[1])}"

@@ -44,10 +44,10 @@ async def test_a_response_is_computed_once(site: Site) -> None:
     first = await site.post(PATH, body(), headers=keyed("k"))
     assert await site.post(PATH, body(), headers=keyed("k")) == first
     assert len(site.engine.requests) == 1
-    told = await events(site, "k")
-    assert told[-1]["response"] == first
-    assert [event["delta"] for event in told if "delta" in event] == ["Paris."]
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
+    repeated = await events(site, "k")
+    assert repeated[-1]["response"] == first
+    assert [event["delta"] for event in repeated if "delta" in event] == ["Paris."]
+    assert [event["sequence_number"] for event in repeated] == list(range(len(repeated)))
     status, answer = await site.send(PATH, body(input="Of Spain?"), headers=keyed("k"))
     assert (status, answer["error"]["param"]) == (409, "Idempotency-Key")
     for others in (keyed("l"), keyed("k", "two"), {"Authorization": "Bearer one"}):
@@ -93,8 +93,8 @@ async def test_a_background_response_is_the_same(site: Site) -> None:
     again = await site.post(PATH, given, headers=keyed("k"))
     assert again["id"] == first["id"]
     site.engine.resume.set()
-    told = await events(site, "k", background=True)
-    assert told[-1]["response"]["id"] == first["id"]
+    repeated = await events(site, "k", background=True)
+    assert repeated[-1]["response"]["id"] == first["id"]
     async with site.http.delete(f"{PATH}/{first['id']}", headers=keyed("k")) as answer:
         assert answer.status == 200
     assert (await site.post(PATH, given, headers=keyed("k")))["id"] != first["id"]

@@ -276,8 +276,10 @@ async def test_log_probabilities_survive_a_restart(asked: dict[str, Any]) -> Non
     async with serving(file, fake_engine("e0", model=MODEL, script=says("ab"))) as site:
         async with site.http.post(RESPONSES, json=fields) as answer:
             assert answer.status == 200, await answer.text()
-            told = await answer.text()
-        made = [json.loads(line.removeprefix("data: ")) for line in told.split("\n") if "{" in line]
+            returned = await answer.text()
+        made = [
+            json.loads(line.removeprefix("data: ")) for line in returned.split("\n") if "{" in line
+        ]
         response_id = made[0].get("response", made[0])["id"]
         ended = await ended_response(site, response_id)
         want = [entry(byte, 1) for byte in b"ab"]

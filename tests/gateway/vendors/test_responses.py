@@ -110,11 +110,11 @@ async def test_a_response_has_numbers_for_its_sampling(is_text: bool) -> None:
     config = CoreConfig.model_validate({"model_aliases": {"other": MODEL}})
     async with serve(config, fake_engine("e0", model=MODEL, text=is_text)) as site:
         for model in (MODEL, "other"):
-            told = await site.post(PATH, body("Hi") | {"model": model})
-            assert told["temperature"] == (1.0 if is_text else 0.5)
-            assert told["top_p"] == 1.0
-        told = await site.post(PATH, body("Hi", temperature=0, top_p=0.3))
-        assert (told["temperature"], told["top_p"]) == (0, 0.3)
+            returned = await site.post(PATH, body("Hi") | {"model": model})
+            assert returned["temperature"] == (1.0 if is_text else 0.5)
+            assert returned["top_p"] == 1.0
+        returned = await site.post(PATH, body("Hi", temperature=0, top_p=0.3))
+        assert (returned["temperature"], returned["top_p"]) == (0, 0.3)
     assert site.engine.requests[0].sampling_config.temperature is None
 
 

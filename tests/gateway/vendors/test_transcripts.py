@@ -24,14 +24,14 @@ TRANSCRIPTS = {
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
 async def test_a_client_gets_the_recorded_answers(name: str) -> None:
-    told = TRANSCRIPTS[name]
-    assert told["requests"]
+    transcript = TRANSCRIPTS[name]
+    assert transcript["requests"]
     async with (
-        scripted_core(max_text=told["max_text"]) as (core, engine),
+        scripted_core(max_text=transcript["max_text"]) as (core, engine),
         serve_app(create_app(core)) as url,
         aiohttp.ClientSession(url) as http,
     ):
-        await replay(http, told["requests"], engine)
+        await replay(http, transcript["requests"], engine)
         core.check_integrity()
 
 

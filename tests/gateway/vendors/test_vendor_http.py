@@ -173,15 +173,15 @@ async def test_models_by_other_names() -> None:
 
 
 async def test_tokens_and_their_text(site: Site) -> None:
-    told = await site.post("/tokenize", {"model": MODEL, "prompt": "Grün"})
-    assert told["count"] == len(told["tokens"]) == len("Grün".encode())
-    assert told["max_model_len"] == site.engine.info.max_seq_len
-    back = await site.post("/detokenize", {"model": MODEL, "tokens": told["tokens"]})
+    returned = await site.post("/tokenize", {"model": MODEL, "prompt": "Grün"})
+    assert returned["count"] == len(returned["tokens"]) == len("Grün".encode())
+    assert returned["max_model_len"] == site.engine.info.max_seq_len
+    back = await site.post("/detokenize", {"model": MODEL, "tokens": returned["tokens"]})
     assert back == {"prompt": "Grün"}
     messages = [{"role": "user", "content": "Hi"}]
-    told = await site.post("/tokenize", {"model": MODEL, "messages": messages})
+    returned = await site.post("/tokenize", {"model": MODEL, "messages": messages})
     answer = await site.post(OPENAI, {"model": MODEL, "messages": messages})
-    assert told["count"] == answer["usage"]["prompt_tokens"]
+    assert returned["count"] == answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(

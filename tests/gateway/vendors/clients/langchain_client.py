@@ -88,14 +88,14 @@ def responses():
 def log_probabilities():
     model = chat.bind(logprobs=True, top_logprobs=2)
     answer = model.invoke(CAPITAL)
-    told = answer.response_metadata["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in told) == answer.text
-    assert all(len(entry["top_logprobs"]) == 2 for entry in told)
+    answered = answer.response_metadata["logprobs"]["content"]
+    assert "".join(entry["token"] for entry in answered) == answer.text
+    assert all(len(entry["top_logprobs"]) == 2 for entry in answered)
     whole = None
     for chunk in model.stream(CAPITAL):
         whole = chunk if whole is None else whole + chunk
     streamed = whole.response_metadata["logprobs"]["content"]
-    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in told]
+    assert [entry["token"] for entry in streamed] == [entry["token"] for entry in answered]
     completing = OpenAI(base_url=f"{URL}/v1", max_tokens=9, temperature=0, logprobs=2, **ACCESS)
     ((generation,),) = completing.generate([CAPITAL]).generations
     assert "".join(generation.generation_info["logprobs"]["tokens"]) == generation.text

@@ -164,11 +164,11 @@ def log_probabilities():
     entries = choice.logprobs.content
     assert b"".join(bytes(entry.bytes) for entry in entries) == choice.message.content.encode()
     assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in entries)
-    told = []
+    answered = []
     for chunk in chat(user(CAPITAL), stream=True, **asked):
         if chunk.choices[0].logprobs:
-            told += [entry.token for entry in chunk.choices[0].logprobs.content]
-    assert told == [entry.token for entry in entries]
+            answered += [entry.token for entry in chunk.choices[0].logprobs.content]
+    assert answered == [entry.token for entry in entries]
     given = {"model": MODEL, "prompt": CAPITAL, "temperature": 0, "max_tokens": 9, "logprobs": 3}
     (choice,) = client.completions.create(**given).choices
     found = choice.logprobs
