@@ -9,9 +9,9 @@ def origins() -> str:
     rows = []
     for name in names():
         origin = load(name)["provenance"]
-        told = origin.get("source") or origin.get("historical", "")
-        rows.append([f"[{name}]({name})", _commit(origin), _when(origin), _device(origin), told])
-    return table(["file", "commit", "when", "device", "to know"], rows)
+        note = origin.get("source") or origin.get("historical", "")
+        rows.append([f"[{name}]({name})", _commit(origin), _when(origin), _device(origin), note])
+    return table(["file", "commit", "when", "device", "notes"], rows)
 
 
 def commands() -> str:
@@ -28,7 +28,7 @@ def _commit(origin: Row) -> str:
     if "source" in origin:
         return ""
     if origin["commit"] == UNKNOWN:
-        return f"unknown; at most {origin['changed_in']}"
+        return f"{origin['changed_in']} or earlier"
     return f"{origin['commit']}{' with changes' if origin.get('dirty') else ''}"
 
 

@@ -169,7 +169,7 @@ def mixed(name: str) -> str:
 
 
 RULES = ("lru", "next_use")
-TOOLS = {"five": "five tools", "two": "two tools", "one": "nothing tells"}
+TOOLS = {"five": "five tools", "two": "two tools", "one": "unpredictable"}
 
 
 def tool_pause() -> str:
