@@ -31,7 +31,7 @@ from benchmark.results import Report
 from benchmark.results import run as run_benchmark
 from tests.fuzz import drawing
 from tests.fuzz.drawing import draw_trace
-from tests.fuzz.hunting import Tried, shrink, try_trace, undisturbed
+from tests.fuzz.hunting import TraceResult, shrink, try_trace, undisturbed
 from tests.fuzz.over_http import try_over_http
 from tests.fuzz.stories import try_story
 from tests.fuzz.traces import Trace
@@ -67,9 +67,9 @@ class Hunt:
 
     def serve(self, seed: int) -> None:
         failure = try_story(seed)
-        self._take(seed, Tried(failure), "serve")
+        self._take(seed, TraceResult(failure), "serve")
 
-    def _take(self, seed: int, tried: Tried, level: str, trace: Trace | None = None) -> None:
+    def _take(self, seed: int, tried: TraceResult, level: str, trace: Trace | None = None) -> None:
         self.counts[f"{level}_traces"] += 1
         for name, value in asdict(tried.counts).items():
             self.counts[name] += value

@@ -10,8 +10,8 @@ from parrot.protocol.engine_api import DraftSources, GenerateResponse, StreamChu
 from parrot.protocol.errors import ParrotError
 from parrot.protocol.sampling import SamplingConfig
 from tests.fuzz import traces
-from tests.fuzz.books import Asked, Text
 from tests.fuzz.engines import calm, constraint, make_core
+from tests.fuzz.expectations import SentRequest, Text
 from tests.fuzz.traces import Ask, Setup
 
 
@@ -40,7 +40,7 @@ def alone(setup: Setup, ask: Ask, prompt: Text, chunk: int | None = None) -> Alo
     return Alone(outcome, num_steps)
 
 
-def echo(setup: Setup, asked: Asked) -> Sequence[Text]:
+def echo(setup: Setup, asked: SentRequest) -> Sequence[Text]:
     """Return a draft that is nearly the output of the request: some tokens are missing or added.
     Empty if the prompt is not known yet."""
     prompt = asked.prompt()

@@ -25,8 +25,8 @@ from parrot.protocol.errors import (
 )
 from parrot.protocol.sampling import CONSTRAINTS, Logprobs
 from tests.fuzz.alone import alone
-from tests.fuzz.books import Asked, Books, Line, Text
 from tests.fuzz.drawing import BACKGROUND
+from tests.fuzz.expectations import Expectations, ExpectedContext, SentRequest, Text
 from tests.fuzz.play import Following
 from tests.fuzz.traces import Setup
 from tests.support.tiny_model import EOS_ID
@@ -41,15 +41,15 @@ class Checker:
     requests without an excuse only. `num_rounded` counts outputs that differ by rounding: the same
     request alone has this output with another chunk size."""
 
-    def __init__(self, setup: Setup, books: Books) -> None:
+    def __init__(self, setup: Setup, expected: Expectations) -> None:
         self._setup = setup
-        self._books = books
+        self._expected = expected
         self.slowness: dict[int, float] = {}
         self.num_compared = 0
         self.num_rounded = 0
 
     def check(self) -> None:
-        for asked in self._books.asked.values():
+        for asked in self._expected.asked.values():
             if asked.error is not None:
                 self._check_error(asked, asked.error)
             else:
@@ -67,10 +67,10 @@ class Checker:
 
     # -- errors ------------------------------------------------------------------------------
 
-    def _check_error(self, asked: Asked, error: ParrotError) -> None:
+    def _check_error(self, asked: SentRequest, error: ParrotError) -> None:
         assert self._may_fail(asked, error), f"request {asked.ask.number} must not fail: {error!r}"
 
-    def _may_fail(self, asked: Asked, error: ParrotError) -> bool:
+    def _may_fail(self, asked: SentRequest, error: ParrotError) -> bool:
         prompts = self._prompts(asked)
         known = [text for text in prompts if text is not None]
         if len(known) < len(prompts):
@@ -96,7 +96,7 @@ class Checker:
                 return isinstance(alone(self._setup, asked.ask, known[-1]).outcome, InvalidRequest)
         return False
 
-    def _prompts(self, asked: Asked) -> list[Text | None]:
+    def _prompts(self, asked: SentRequest) -> list[Text | None]:
         """Return the tokens of each context of the request, including its pieces."""
         found: list[Text | None] = []
         for line, piece in zip(asked.lines, asked.ask.pieces, strict=True):
@@ -105,13 +105,13 @@ class Checker:
             found.append((*text, *piece.tokens) if is_whole else None)
         return found
 
-    def _said(self, asked: Asked, prompt: Text) -> Text:
+    def _said(self, asked: SentRequest, prompt: Text) -> Text:
         outcome = alone(self._setup, asked.ask, prompt).outcome
         return tuple(outcome.generated_ids) if isinstance(outcome, GenerateResponse) else ()
 
     # -- answers -----------------------------------------------------------------------------
 
-    def _check_response(self, asked: Asked) -> None:
+    def _check_response(self, asked: SentRequest) -> None:
         response, number = asked.response, asked.ask.number
         if isinstance(response, GenerateResponse):
             _check_output(asked.ask.sampling or {}, response)
@@ -140,7 +140,7 @@ class Checker:
             self.slowness[number] = (asked.ended - asked.began) / max(1, expected.num_steps)
 
 
-def _was_short(line: Line) -> bool:
+def _was_short(line: ExpectedContext) -> bool:
     """Whether its parent had too few tokens at the fork. Other requests may have added more."""
     if line.parent is None or line.length is None:
         return False

@@ -13,7 +13,7 @@ _TRIES = 400  # Maximum number of runs to shorten one trace.
 
 
 @dataclass
-class Tried:
+class TraceResult:
     """The result of a trace. `failure` is a traceback, or None. See `Checker` for `slowness`."""
 
     failure: str | None = None
@@ -23,12 +23,12 @@ class Tried:
     num_rounded: int = 0
 
 
-def try_trace(trace: Trace) -> Tried:
-    tried = Tried()
+def try_trace(trace: Trace) -> TraceResult:
+    tried = TraceResult()
     try:
         play = Play(trace)
         play.run()
-        checker = Checker(trace.setup, play.books)
+        checker = Checker(trace.setup, play.expected)
         checker.check()
         for following in play.followings:
             checker.check_following(following)

@@ -23,11 +23,11 @@ from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.protocol.http import HttpClient
 from parrot.utils.clock import MonotonicClock
 from tests.fuzz.alone import echo
-from tests.fuzz.books import Asked, Books
 from tests.fuzz.checking import Checker
 from tests.fuzz.drawing import BACKGROUND
 from tests.fuzz.engines import FuzzedRunner, grammars, language, make_config, make_core
-from tests.fuzz.hunting import Tried
+from tests.fuzz.expectations import Expectations, SentRequest
+from tests.fuzz.hunting import TraceResult
 from tests.fuzz.play import Following
 from tests.fuzz.traces import NO_PARENT, Act, Ask, Trace
 from tests.support.app_server import serve_app
@@ -36,19 +36,19 @@ _PATIENCE_S = 60.0
 _MAX_PINGS = 2000
 
 
-async def try_over_http(trace: Trace) -> Tried:
-    tried = Tried()
+async def try_over_http(trace: Trace) -> TraceResult:
+    tried = TraceResult()
     try:
         async with _opened(trace) as session:
             async with asyncio.timeout(_PATIENCE_S):
                 await session.run()
             session.excuse()
-            checker = Checker(trace.setup, session.books)
+            checker = Checker(trace.setup, session.expected)
             checker.check()
             for following in session.followings:
-                if following.asked.ask.number in session.books.asked:
+                if following.asked.ask.number in session.expected.asked:
                     checker.check_following(following)
-            tried.counts.requests = len(session.books.asked)
+            tried.counts.requests = len(session.expected.asked)
             tried.num_compared, tried.num_rounded = checker.num_compared, checker.num_rounded
     except Exception:  # noqa: BLE001 - any exception is a finding
         tried.failure = traceback.format_exc()
@@ -82,7 +82,7 @@ class _Session:
         driver: ThreadDriver,
     ) -> None:
         self.trace = trace
-        self.books = Books()
+        self.expected = Expectations()
         self.followings: list[Following] = []
         self._service = service
         self._client = client
@@ -102,7 +102,7 @@ class _Session:
             else:
                 await self._act(op)
         await _all(self._tasks.values())
-        for number, asked in self.books.asked.items():
+        for number, asked in self.expected.asked.items():
             if self._tasks[number].cancelled():  # cancelled before it started
                 asked.end(Cancelled("by the trace"))
         for _, task in self._follow_tasks:
@@ -113,10 +113,10 @@ class _Session:
     def excuse(self) -> None:
         """Excuse requests on contexts that were never created. Forget requests on contexts that
         were freed: they may have arrived after that and created a new context."""
-        for number, asked in list(self.books.asked.items()):
+        for number, asked in list(self.expected.asked.items()):
             if asked.excuse in ("freed", "reset"):
-                del self.books.asked[number]
-        for asked in self.books.asked.values():
+                del self.expected.asked[number]
+        for asked in self.expected.asked.values():
             lineage = {other for line in asked.lines for other in line.lineage()}
             others = {other for line in lineage for other, _ in line.pieces} - {asked}
             if any(other.error is not None for other in others):
@@ -129,23 +129,23 @@ class _Session:
         await _all(self._tasks[asked.ask.number] for asked in self._awaited(ask))
         failed = {
             line.context
-            for asked in self.books.asked.values()
+            for asked in self.expected.asked.values()
             if asked.error is not None
             for line in asked.lines
         }
         self._dark |= failed
         if named & self._dark:
             return
-        if (asked := self.books.enter(ask)) is not None:
+        if (asked := self.expected.enter(ask)) is not None:
             self._tasks[ask.number] = asyncio.create_task(self._send(asked))
 
-    def _awaited(self, ask: Ask) -> list[Asked]:
+    def _awaited(self, ask: Ask) -> list[SentRequest]:
         """Return running requests that extend or fork the contexts of this request, and requests
         that extend a context that this request forks."""
         own = {piece.context for piece in ask.pieces}
         parents = {piece.parent for piece in ask.pieces}
         found = []
-        for asked in self.books.asked.values():
+        for asked in self.expected.asked.values():
             if self._tasks[asked.ask.number].done():
                 continue
             touched = {c for p in asked.ask.pieces for c in (p.context, p.parent)}
@@ -155,7 +155,7 @@ class _Session:
                 found.append(asked)
         return found
 
-    async def _send(self, asked: Asked) -> None:
+    async def _send(self, asked: SentRequest) -> None:
         try:
             asked.end(await self._answer(asked))
         except ParrotError as error:
@@ -163,7 +163,7 @@ class _Session:
         except asyncio.CancelledError:
             asked.end(Cancelled("by the trace"))
 
-    async def _answer(self, asked: Asked) -> Any:
+    async def _answer(self, asked: SentRequest) -> Any:
         ask, client = asked.ask, self._client
         if ask.read is not None:
             inputs = [list(ask.pieces[0].tokens)]
@@ -191,7 +191,7 @@ class _Session:
         fields |= {"sampling_config": ask.sampling, "drafts": {"texts": texts}}
         return await self._generated(asked, GenerateRequest.model_validate(fields))
 
-    async def _generated(self, asked: Asked, request: GenerateRequest) -> GenerateResponse:
+    async def _generated(self, asked: SentRequest, request: GenerateRequest) -> GenerateResponse:
         if not asked.ask.stream:
             return await self._client.generate(request)
         if asked.ask.number % 2:
@@ -209,14 +209,14 @@ class _Session:
             for _ in range(act.number):
                 await self._client.ping()
         elif act.kind == "cancel" and act.number in self._tasks:
-            self.books.cancelled(act.number)
+            self.expected.cancelled(act.number)
             self._tasks[act.number].cancel()
         elif act.kind == "free":
-            self.books.freed(act.contexts)
+            self.expected.freed(act.contexts)
             self._dark |= set(act.contexts)
             await self._client.free_contexts(act.contexts)
         elif act.kind == "follow" and act.number in self._tasks:
-            self._follow(self.books.asked[act.number])
+            self._follow(self.expected.asked[act.number])
         elif act.kind == "leave":
             for number, task in self._follow_tasks:
                 if number == act.number:
@@ -224,11 +224,11 @@ class _Session:
         elif act.kind == "fault":
             self._driver.post(self._break_next)  # between steps, not while a failed step is retried
         elif act.kind == "reset":
-            self._dark |= set(self.books.lines)
-            self.books.gone()
+            self._dark |= set(self.expected.lines)
+            self.expected.gone()
             await self._service.reset()
 
-    def _follow(self, asked: Asked) -> None:
+    def _follow(self, asked: SentRequest) -> None:
         if asked.ask.sampling is None:
             return
         following = Following(asked, is_early=False)
@@ -243,7 +243,7 @@ class _Session:
         self._follow_tasks.append((asked.ask.number, asyncio.create_task(follow())))
 
     async def _leave_nothing(self) -> None:
-        contexts = {p.context for asked in self.books.asked.values() for p in asked.ask.pieces}
+        contexts = {p.context for asked in self.expected.asked.values() for p in asked.ask.pieces}
         for _ in range(_MAX_PINGS):
             await self._client.free_contexts([c for c in contexts if c >= 0])
             info = await self._client.ping()

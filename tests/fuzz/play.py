@@ -9,8 +9,8 @@ from parrot.engine.core.jobs import Outcome
 from parrot.engine.core.steps import RunnerInfo
 from parrot.protocol.engine_api import StreamChunk
 from tests.fuzz.alone import echo, engine_request
-from tests.fuzz.books import Asked, Books
 from tests.fuzz.engines import FuzzedRunner, make_core
+from tests.fuzz.expectations import Expectations, SentRequest
 from tests.fuzz.traces import Act, Ask, Trace
 
 STUCK = 20_000  # Steps after which a trace counts as stuck. Traces have some 1,000 tokens.
@@ -21,7 +21,7 @@ class Following:
     """A follower of an output's chunks. With `is_early`, it started before the end of the
     output."""
 
-    asked: Asked
+    asked: SentRequest
     is_early: bool
     chunks: list[StreamChunk | None] = field(default_factory=list)
     has_left: bool = False
@@ -53,7 +53,7 @@ class Play:
         self.core: EngineCore
         self.runner: FuzzedRunner
         self.core, self.runner = make_core(trace.setup)
-        self.books = Books()
+        self.expected = Expectations()
         self.followings: list[Following] = []
         self.num_steps = 0
 
@@ -69,21 +69,21 @@ class Play:
     def counts(self) -> Counts:
         totals = self.core.requests.prompts
         usages = [
-            a.response.usage for a in self.books.asked.values() if hasattr(a.response, "usage")
+            a.response.usage for a in self.expected.asked.values() if hasattr(a.response, "usage")
         ]
         return Counts(
-            len(self.books.asked),
+            len(self.expected.asked),
             self.num_steps,
             self.runner.num_launched,
             sum(usage.drafted_tokens for usage in usages),
             sum(usage.accepted_tokens for usage in usages),
             totals.num_on_host,
             totals.num_on_device,
-            sum(asked.error is not None for asked in self.books.asked.values()),
+            sum(asked.error is not None for asked in self.expected.asked.values()),
         )
 
     def _ask(self, ask: Ask) -> None:
-        asked = self.books.enter(ask)
+        asked = self.expected.enter(ask)
         if asked is None:
             return
         asked.began = self.num_steps
@@ -93,9 +93,9 @@ class Play:
         self._deliver()
         for line in asked.lines:
             if self.core._tree.get(line.context) is None:
-                self.books.refused(line)
+                self.expected.refused(line)
 
-    def _sink(self, asked: Asked, outcome: Outcome) -> None:
+    def _sink(self, asked: SentRequest, outcome: Outcome) -> None:
         if isinstance(outcome, StreamChunk):
             assert not asked.has_ended, f"a chunk after the end of {asked.ask.number}"
             asked.chunks.append(outcome)
@@ -122,18 +122,18 @@ class Play:
             self._step()
 
     def _cancel(self, act: Act) -> None:
-        self.books.cancelled(act.number)
+        self.expected.cancelled(act.number)
         self.core.requests.abort(act.number)
         self._deliver()
-        asked = self.books.asked.get(act.number)
+        asked = self.expected.asked.get(act.number)
         assert asked is None or asked.has_ended, f"{act.number} was cancelled and still runs"
 
     def _free(self, act: Act) -> None:
-        self.books.freed(act.contexts)
+        self.expected.freed(act.contexts)
         self.core.requests.free(act.contexts)
 
     def _follow(self, act: Act) -> None:
-        if (asked := self.books.asked.get(act.number)) is not None and asked.ask.sampling:
+        if (asked := self.expected.asked.get(act.number)) is not None and asked.ask.sampling:
             following = Following(asked, not asked.has_ended)
             self.followings.append(following)
             self.core.requests.followers.add(asked.lines[-1].context, following)
@@ -151,7 +151,7 @@ class Play:
         self.runner.breaks_next = True
 
     def _reset(self, act: Act) -> None:
-        self.books.gone()
+        self.expected.gone()
         self.core.requests.reset()
 
     def _step(self) -> bool:
@@ -169,7 +169,7 @@ class Play:
     def _drain(self) -> None:
         while self._step():
             assert self.num_steps < STUCK, "the trace never ends"
-        left = [a.ask.number for a in self.books.asked.values() if not a.has_ended]
+        left = [a.ask.number for a in self.expected.asked.values() if not a.has_ended]
         assert not left, f"no step can be made, and requests {left} are left"
 
     def _end(self) -> None:

@@ -46,14 +46,14 @@ def test_no_journey_grows(name: str, measured: Any) -> None:
 @pytest.mark.parametrize("name", BUDGETS["absent"])
 def test_disabled_features_are_not_on_the_request_path(name: str, measured: Any) -> None:
     """Absent features may include files that are not counted, such as `utils/`."""
-    wings = tuple(BUDGETS["absent"][name])
-    assert not [path for path in measured["journeys"][name]["files"] if path.startswith(wings)]
+    absent = tuple(BUDGETS["absent"][name])
+    assert not [path for path in measured["journeys"][name]["files"] if path.startswith(absent)]
 
 
 def test_every_absent_path_exists() -> None:
     """A path that was moved or deleted would be absent from every journey."""
-    wings = {wing for wings in BUDGETS["absent"].values() for wing in wings}
-    missing = [wing for wing in wings if not list((ROOT / "parrot").glob(f"{wing}*"))]
+    paths = {path for group in BUDGETS["absent"].values() for path in group}
+    missing = [path for path in paths if not list((ROOT / "parrot").glob(f"{path}*"))]
     assert not missing
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from parrot.protocol.errors import Cancelled, ParrotError
 from parrot.protocol.failover_client import client_of
 from parrot.protocol.transport import TIMEOUT_S
-from tests.nemesis.history import TRANSIENT, Asked, History, Read, Submit
+from tests.nemesis.history import TRANSIENT, Attempt, History, Read, Submit
 
 T = TypeVar("T")
 PAUSE_S = 0.03  # between attempts
@@ -33,7 +33,7 @@ class Caller:
     async def persistently(
         self,
         ask: Callable[[], Awaitable[T]],
-        record: Callable[[Asked, T | None], None],
+        record: Callable[[Attempt, T | None], None],
         *,
         is_once: bool = False,
     ) -> T:
@@ -51,17 +51,17 @@ class Caller:
                 if is_once or error.type not in TRANSIENT:
                     raise
             except asyncio.CancelledError:
-                record(Asked(program=self.program, invoked=invoked), None)
+                record(Attempt(program=self.program, invoked=invoked), None)
                 raise
             else:
                 record(self._asked(invoked), answer)
                 return answer
             await asyncio.sleep(PAUSE_S)
 
-    def _asked(self, invoked: float, error: ParrotError | None = None) -> Asked:
+    def _asked(self, invoked: float, error: ParrotError | None = None) -> Attempt:
         kind = "" if error is None else error.type
         now = time.monotonic()
-        return Asked(program=self.program, invoked=invoked, answered=now, error=kind)
+        return Attempt(program=self.program, invoked=invoked, answered=now, error=kind)
 
     async def vendor(
         self, key: str, path: str, body: Mapping[str, Any], *, stored: bool = False
@@ -69,7 +69,7 @@ class Caller:
         """Send a request to an OpenAI route. If the response is `stored`, its text is recorded as a
         value that must not change."""
 
-        def record(asked: Asked, answer: Any) -> None:
+        def record(asked: Attempt, answer: Any) -> None:
             is_begun = answer is not None and body.get("background")
             outputs = (answer["id"],) if is_begun else ()
             self._history.submits.append(Submit(**fields_of(asked), key=key, outputs=outputs))
@@ -89,7 +89,7 @@ class Caller:
     async def stored(self, response_id: str) -> dict[str, Any]:
         """Get the current state of a stored response."""
 
-        def record(asked: Asked, answer: Any) -> None:
+        def record(asked: Attempt, answer: Any) -> None:
             has_ended = answer is not None and answer["status"] in ("completed", "incomplete")
             text = texts(answer) if has_ended else None
             self._history.reads.append(
@@ -108,5 +108,5 @@ def texts(response: Mapping[str, Any]) -> str:
     return "|".join(part["text"] for item in response["output"] for part in item["content"])
 
 
-def fields_of(asked: Asked) -> dict[str, Any]:
+def fields_of(asked: Attempt) -> dict[str, Any]:
     return {name: getattr(asked, name) for name in ("program", "invoked", "answered", "error")}

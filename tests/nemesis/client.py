@@ -20,7 +20,7 @@ from parrot.protocol.sampling import SamplingConfig
 from parrot.protocol.serve_client import ServeClient
 from tests.nemesis.caller import PAUSE_S, Caller, fields_of
 from tests.nemesis.history import (
-    Asked,
+    Attempt,
     Cancel,
     Close,
     History,
@@ -54,7 +54,7 @@ class Client(Caller):
     async def end(self) -> None:
         """End the session. It may have ended already if the answer to an attempt was lost."""
 
-        def record(asked: Asked, answer: None) -> None:
+        def record(asked: Attempt, answer: None) -> None:
             self._history.closes.append(Close(**fields_of(asked)))
 
         try:
@@ -150,7 +150,7 @@ class Client(Caller):
         inputs = tuple(p.var_id for p in request.parameters if p.var_id is not None)
         key = request.idempotency_key or ""
 
-        def record(asked: Asked, answer: CallResponse | None) -> None:
+        def record(asked: Attempt, answer: CallResponse | None) -> None:
             outputs = () if answer is None else (_output_of(answer),)
             self._history.submits.append(
                 Submit(
@@ -178,7 +178,7 @@ class Client(Caller):
         for number, call in enumerate(answer.calls):
             outputs = tuple(p.var_id for p in call.param_info if p.is_output)
             inputs = tuple(p.var_id for p in call.param_info if not p.is_output)
-            asked = Asked(program=self.program, invoked=time.monotonic())
+            asked = Attempt(program=self.program, invoked=time.monotonic())
             key = f"{request.idempotency_key}.{number}"
             self._history.submits.append(
                 Submit(**fields_of(asked), key=key, inputs=inputs, outputs=outputs)
@@ -192,7 +192,7 @@ class Client(Caller):
         )
 
     async def set(self, var: str, text: str) -> None:
-        def record(asked: Asked, answer: None) -> None:
+        def record(asked: Attempt, answer: None) -> None:
             value = SetValue(**fields_of(asked), var=var, digest=digest_of(text))
             self._history.sets.append(value)
 
@@ -213,7 +213,7 @@ class Client(Caller):
                 await self.get(var, is_once=True)
 
     async def cancel(self, var: str) -> None:
-        def record(asked: Asked, answer: None) -> None:
+        def record(asked: Attempt, answer: None) -> None:
             self._history.cancels.append(Cancel(**fields_of(asked), var=var))
 
         await self.persistently(
@@ -225,7 +225,7 @@ class Client(Caller):
     async def get(self, var: str, *, is_once: bool = False) -> str:
         """Return the value of a variable. Raises its error."""
 
-        def record(asked: Asked, answer: Any) -> None:
+        def record(asked: Attempt, answer: Any) -> None:
             text = None if answer is None else answer.content
             usage = None if answer is None else answer.usage
             self._read(asked, var, text, cached=None if usage is None else usage.cached_tokens)
@@ -245,7 +245,7 @@ class Client(Caller):
         """Stream the value of a variable. Stops after `max_pieces` and returns the text so far."""
         pieces: list[str] = []
 
-        def record(asked: Asked, text: str | None) -> None:
+        def record(asked: Attempt, text: str | None) -> None:
             is_whole = text is not None and max_pieces is None
             self._read(asked, var, text if is_whole else None, tuple(pieces))
 
@@ -279,13 +279,13 @@ class Client(Caller):
             ),
             _ignore,
         )
-        asked = Asked(program=self.program, invoked=time.monotonic(), answered=time.monotonic())
+        asked = Attempt(program=self.program, invoked=time.monotonic(), answered=time.monotonic())
         self._read(asked, answer[0].var_id, answer[0].content)
         return answer[0].var_id
 
     def _read(
         self,
-        asked: Asked,
+        asked: Attempt,
         var: str,
         text: str | None,
         pieces: tuple[str, ...] | None = None,
@@ -300,7 +300,7 @@ class Client(Caller):
         )
 
 
-def _ignore(asked: Asked, answer: Any) -> None:
+def _ignore(asked: Attempt, answer: Any) -> None:
     """Records nothing, for requests that no promise is about."""
 
 

@@ -27,7 +27,7 @@ other errors are permanent errors of the variable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Attempt:
     """A request of a program. `answered` is None if the client gave up without an answer. `error`
     is the type of the error, and empty if the request succeeded."""
 
@@ -38,7 +38,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submit(Asked):
+class Submit(Attempt):
     """A submitted call. `inputs` and `outputs` are ids of variables; `outputs` is empty without an
     answer. `prompt` is the constant prefix of the prompt. A call with `fails` cannot succeed. With
     `is_sampled`, each run of the call has a different value."""
@@ -52,7 +52,7 @@ class Submit(Asked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read(Asked):
+class Read(Attempt):
     """A read of a variable. The server has to answer within `limit_s` seconds. `pieces` are the
     chunks of a stream before its end or error. `cached_tokens` is None if not reported."""
 
@@ -69,7 +69,7 @@ class Read(Asked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetValue(Asked):
+class SetValue(Attempt):
     """The program sets a variable. `digest` is `digest_of` the value."""
 
     var: str
@@ -83,12 +83,12 @@ class SetValue(Asked):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel(Asked):
+class Cancel(Attempt):
     var: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Close(Asked):
+class Close(Attempt):
     """The program ends its session."""
 
 

@@ -12,18 +12,18 @@ Text = tuple[int, ...]
 
 
 @dataclass(eq=False)
-class Line:
+class ExpectedContext:
     """A context. It begins with the first `length` tokens of its parent. If `length` is None, it
     begins with the parent's first `mark` pieces."""
 
     context: int
-    parent: "Line | None"
+    parent: "ExpectedContext | None"
     length: int | None
     mark: int
-    pieces: "list[tuple[Asked, Piece]]" = field(default_factory=list)
+    pieces: "list[tuple[SentRequest, Piece]]" = field(default_factory=list)
 
     def text(
-        self, num_pieces: int | None = None, as_if: "Asked | None" = None
+        self, num_pieces: int | None = None, as_if: "SentRequest | None" = None
     ) -> tuple[Text, bool]:
         """Return the known tokens of the first pieces, and whether these are all tokens. Pieces of
         the request `as_if` count even if it has failed."""
@@ -49,19 +49,19 @@ class Line:
                 found += tuple(asked.response.generated_ids)
         return found, True
 
-    def lineage(self) -> "Iterable[Line]":
-        line: Line | None = self
+    def lineage(self) -> "Iterable[ExpectedContext]":
+        line: ExpectedContext | None = self
         while line is not None:
             yield line
             line = line.parent
 
 
 @dataclass(eq=False)
-class Asked:
+class SentRequest:
     """A request with its answers and steps. If it may fail, `excuse` says why."""
 
     ask: Ask
-    lines: list[Line]
+    lines: list[ExpectedContext]
     began: int = 0
     ended: int = 0
     chunks: list[StreamChunk] = field(default_factory=list)
@@ -89,18 +89,18 @@ class Asked:
         return (*found, *last.tokens) if is_whole else None
 
 
-class Books:
+class Expectations:
     """All requests and contexts of a trace."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, Asked] = {}
-        self.lines: dict[int, Line] = {}
-        self._all: list[Line] = []
+        self.asked: dict[int, SentRequest] = {}
+        self.lines: dict[int, ExpectedContext] = {}
+        self._all: list[ExpectedContext] = []
 
-    def enter(self, ask: Ask) -> Asked | None:
+    def enter(self, ask: Ask) -> SentRequest | None:
         """Record a request. Returns None for a request that names an unknown context, which is
         possible in a shortened trace."""
-        made: dict[int, Line] = {}
+        made: dict[int, ExpectedContext] = {}
         lines = []
         for piece in ask.pieces:
             line = made.get(piece.context) or self.lines.get(piece.context)
@@ -110,9 +110,9 @@ class Books:
                     return None
                 if parent is None and not piece.tokens:
                     return None
-                made[piece.context] = line = Line(piece.context, parent, piece.length, 0)
+                made[piece.context] = line = ExpectedContext(piece.context, parent, piece.length, 0)
             lines.append(line)
-        asked = self.asked[ask.number] = Asked(ask, lines)
+        asked = self.asked[ask.number] = SentRequest(ask, lines)
         if ask.read is None:
             self.lines |= made
             self._all += made.values()
@@ -122,7 +122,7 @@ class Books:
             line.pieces.append((asked, piece))
         return asked
 
-    def refused(self, line: Line) -> None:
+    def refused(self, line: ExpectedContext) -> None:
         """Forget a context that was never created. The next request that names it creates it."""
         if self.lines.get(line.context) is line:
             del self.lines[line.context]
