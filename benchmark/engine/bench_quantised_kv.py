@@ -7,7 +7,11 @@ The embedded model reads pages of docs/, models with random weights read random 
 compares all positions of a text with the same model in float32, by KL divergence in nats. `greedy`
 decodes 48 tokens after each of 16 prompts. A model with weights and KV in bfloat16 is the
 reference for usual errors. AWQ and GPTQ are only formats here: numbers are rounded to nearest, with
-the range of a group (AWQ) or with its largest number (GPTQ)."""
+the range of a group (AWQ) or with its largest number (GPTQ). With weights in e4m3 the rows are
+rounded too, as on a GPU.
+
+The embedded model is a file in Q4_1, so Q4_1 changes nothing. Its width is 576: FP8 blocks of 128
+and K formats of GGUF, whose blocks have 256 numbers, do not fit."""
 
 import argparse
 import random
@@ -19,6 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+import gguf
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,7 +32,7 @@ from tokenizers import Tokenizer
 from benchmark.results import ROOT, Report, run
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import StepRows, plan_work
-from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fp8 import Fp8Matrix
@@ -47,6 +52,18 @@ class Variant(NamedTuple):
     quantised: bool = False  # KV in e4m3.
     weights: Weights = Weights.PLAIN
     four_bit: tuple[str, int] | None = None  # The format, and the number of inputs with one scale.
+    rounded: Callable[[torch.Tensor], torch.Tensor | Fp8Matrix] | None = None  # Of each matrix.
+
+
+def fp8_with_one_factor(numbers: torch.Tensor) -> Fp8Matrix:
+    factor = numbers.abs().max() / 448.0
+    codes = (numbers / factor).to(torch.float8_e4m3fn)
+    return Fp8Matrix(codes, factor.expand(len(numbers)).contiguous())
+
+
+def ggml_numbers(numbers: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
+    """The numbers of a GGUF file with these matrices. `gguf` does not write K formats."""
+    return torch.from_numpy(gguf.dequantize(gguf.quantize(numbers.numpy(), kind), kind))
 
 
 PAGES = (
@@ -65,6 +82,13 @@ VARIANTS = {
     "bfloat16": Variant(torch.bfloat16),
     "bfloat16, KV e4m3": Variant(torch.bfloat16, True),
     "bfloat16, weights e4m3": Variant(torch.bfloat16, False, Weights.E4M3),
+    "bfloat16, FP8 with one factor": Variant(torch.bfloat16, rounded=fp8_with_one_factor),
+    "bfloat16, GGUF Q8_0": Variant(
+        torch.bfloat16, rounded=partial(ggml_numbers, kind=gguf.GGMLQuantizationType.Q8_0)
+    ),
+    "bfloat16, GGUF Q4_0": Variant(
+        torch.bfloat16, rounded=partial(ggml_numbers, kind=gguf.GGMLQuantizationType.Q4_0)
+    ),
     "bfloat16, AWQ g32": Variant(torch.bfloat16, four_bit=("awq", 32)),
     "bfloat16, AWQ g64": Variant(torch.bfloat16, four_bit=("awq", 64)),
     "bfloat16, GPTQ g64": Variant(torch.bfloat16, four_bit=("gptq", 64)),
@@ -100,9 +124,11 @@ def embedded() -> Subject:
     texts = [tokenizer.encode(page).ids[:NUM_TEXT] for page in pages]
 
     def load(variant: Variant) -> Decoder:
-        if variant.four_bit is None:
-            return load_decoder(checkpoint, variant.dtype, CPU, weights=variant.weights)
-        return four_bit_decoder(variant.dtype, *variant.four_bit)
+        if variant.four_bit is not None:
+            return four_bit_decoder(variant.dtype, *variant.four_bit)
+        if variant.rounded is not None:
+            return rounded_decoder(checkpoint, variant.dtype, variant.rounded)
+        return load_decoder(checkpoint, variant.dtype, CPU, weights=variant.weights)
 
     return Subject(load, texts)
 
@@ -115,6 +141,26 @@ def four_bit_decoder(dtype: torch.dtype, kind: str, group: int) -> Decoder:
             write_embedded_folder(plain), rounded, kind, group, symmetric=kind == "gptq"
         )
         return load_decoder(open_checkpoint(str(rounded)), dtype, CPU)
+
+
+def rounded_decoder(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    rounded: Callable[[torch.Tensor], torch.Tensor | Fp8Matrix],
+) -> Decoder:
+    def matrix(name: str) -> torch.Tensor | Fp8Matrix:
+        numbers = checkpoint.take(name).float()
+        return rounded(numbers) if name.endswith("proj.weight") else numbers
+
+    def take(name: str) -> torch.Tensor:
+        found = matrix(name)
+        return (found.numbers() if isinstance(found, Fp8Matrix) else found).to(dtype)
+
+    def take_packed(name: str) -> Fp8Matrix | None:
+        found = matrix(name)
+        return found if isinstance(found, Fp8Matrix) else None
+
+    return Decoder(checkpoint.spec, take, dtype, CPU, take_packed=take_packed)
 
 
 def random_model(config: dict[str, Any]) -> Subject:
