@@ -139,6 +139,6 @@ def test_pieces_have_their_tokens_alone_and_joined(name):
     assert len(tokenizer.encode("".join(p.content for p in pieces)).ids) == 607
 
 
-def test_a_tokenizer_without_words_is_refused():
+def test_a_tokenizer_without_words_is_rejected():
     with pytest.raises(ValueError, match="too few"):
         one_token_words(word_tokenizer(5).tokenizer_json)

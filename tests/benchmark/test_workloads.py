@@ -69,7 +69,7 @@ def measure(
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_both_styles_run_the_same_calls_to_their_end(name):
+def test_both_styles_complete_the_same_calls(name):
     tokens = []
     for whole_graph in (True, False):
         run = measure(name, whole_graph=whole_graph)
@@ -83,13 +83,13 @@ def test_both_styles_run_the_same_calls_to_their_end(name):
     assert tokens[0] == tokens[1]
 
 
-def test_losing_candidates_are_not_run_to_their_end():
+def test_losing_candidates_are_cancelled():
     tokens = summarise(measure("best_of_n", whole_graph=True))["tokens"]
     assert tokens["calls"] == 17
     assert 5 <= tokens["calls_done"] < 10
 
 
-def test_a_chain_pays_a_distant_network_once_and_not_at_each_step():
+def test_a_chain_pays_the_network_latency_once():
     seconds = {
         (far, graph): measure("chain", whole_graph=graph, network="wan" if far else "none").seconds
         for far in (False, True)

@@ -170,7 +170,7 @@ def test_a_port_that_is_taken_and_secrets_that_are_not_kept(tmp_path: Path) -> N
     assert f"port {port} of 127.0.0.1 is taken" in finding.what
 
 
-def test_an_inventory_of_machines_is_refused(tmp_path: Path) -> None:
+def test_an_inventory_of_machines_is_rejected(tmp_path: Path) -> None:
     path = write(tmp_path / "lab.yaml", "hosts: [{address: 10.0.0.1, core: {}}]")
     (finding,) = wrong(list(check_configs([path], {})))
     assert "can no longer be launched by ssh; docs/deployment.md says" in finding.what

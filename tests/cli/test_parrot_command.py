@@ -181,7 +181,7 @@ def test_launch_names_errors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--ray"], ["--stop"]])
-def test_an_inventory_of_machines_is_refused(tmp_path: Path, options: list[str]) -> None:
+def test_an_inventory_of_machines_is_rejected(tmp_path: Path, options: list[str]) -> None:
     """The launcher by ssh was removed. The message names the page with the alternatives."""
     inventory = tmp_path / "lab.yaml"
     inventory.write_text("hosts: [{address: 10.0.0.1, core: {}}]")

@@ -140,7 +140,7 @@ def test_a_busy_port_is_reported_before_anything_starts() -> None:
         cluster.stop()
 
 
-def test_two_engines_of_one_name_are_refused() -> None:
+def test_two_engines_of_one_name_are_rejected() -> None:
     with pytest.raises(ClusterError, match="two engines are named 'a'"):
         make([{"engine_name": "a"}, {"engine_name": "a"}])
 

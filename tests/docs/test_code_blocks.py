@@ -105,7 +105,7 @@ def _ids(answer: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_a_block_that_is_not_run_says_why(block: Block) -> None:
+def test_a_block_that_is_not_run_has_a_reason(block: Block) -> None:
     if block.tested_in is not None:
         assert block.page.name in (ROOT / block.tested_in).read_text("utf-8")
     elif block.language == "bash" and block.page.name != "rest.md":

@@ -46,7 +46,7 @@ def test_every_key_is_in_the_configuration_page(generator: ModuleType) -> None:
             assert f"| `{key}` |" in page, (model, key)
 
 
-def test_the_configuration_page_begins_with_the_few_keys_that_an_operator_sets(
+def test_the_configuration_page_starts_with_the_keys_that_operators_set(
     generator: ModuleType,
 ) -> None:
     sections = re.split(r"^## ", generator.configuration_page(), flags=re.MULTILINE)

@@ -75,7 +75,7 @@ async def post_raw(url: str, raw: bytes, token: str | None) -> tuple[int, Any]:
 
 
 @pytest.mark.parametrize("raw", HOSTILE_BODIES, ids=lambda raw: raw[:20].decode("latin-1"))
-async def test_hostile_bodies_are_refused_everywhere(sim_cluster: Cluster, raw: bytes) -> None:
+async def test_hostile_bodies_are_rejected_everywhere(sim_cluster: Cluster, raw: bytes) -> None:
     engine_url = sim_cluster.url(sim_cluster.engine_names[0])
     urls = [sim_cluster.core_url + path for path in CORE_POSTS]
     urls += [engine_url + path for path in ENGINE_POSTS]
@@ -94,7 +94,7 @@ async def test_the_servers_still_serve_afterwards(client: ServeClient) -> None:
         assert await session.get(await session.call("Hello {{out}}"))
 
 
-async def test_every_scoped_route_refuses_a_wrong_session_auth(
+async def test_every_scoped_route_rejects_a_wrong_session_auth(
     client: ServeClient, sim_cluster: Cluster
 ) -> None:
     async with program(client) as victim, program(client) as attacker:
@@ -154,7 +154,7 @@ async def test_each_mistake_gets_its_documented_error(client: ServeClient) -> No
             await session.get(value, timeout_s=-1.0)
 
 
-async def test_a_cycle_is_refused_and_changes_nothing(client: ServeClient) -> None:
+async def test_a_cycle_is_rejected_and_changes_nothing(client: ServeClient) -> None:
     async with program(client) as session:
         scope = (session.session_id, session.session_auth)
         a, b = [await client.create_var(*scope, name) for name in ("a", "b")]
@@ -182,7 +182,7 @@ async def test_a_cycle_is_refused_and_changes_nothing(client: ServeClient) -> No
         assert await session.get(b)
 
 
-async def test_fields_that_the_engine_lacks_are_refused_by_name(client: ServeClient) -> None:
+async def test_fields_that_the_engine_lacks_are_rejected_by_name(client: ServeClient) -> None:
     async with program(client) as session:
         response = await client.semantic_call(
             SemanticCallRequest(

@@ -209,7 +209,7 @@ async def test_a_common_prefix_is_reported_as_cached(
         ({"guided_grammar": 'root ::= "a" | "b"'}, lambda text: text in ("a", "b")),
     ],
 )
-async def test_constraints_are_kept_or_refused(
+async def test_constraints_are_enforced_or_rejected(
     http: aiohttp.ClientSession, server: ForeignServer, constraint: Any, is_right: Any
 ) -> None:
     messages = [{"role": "user", "content": "Which city is the capital of France?"}]
@@ -244,7 +244,7 @@ async def test_a_conversation_is_rendered_by_the_server(
     assert payload["usage"]["completion_tokens"] > 0
 
 
-async def test_tools_are_called_or_refused(
+async def test_tools_are_called_or_rejected(
     http: aiohttp.ClientSession, server: ForeignServer
 ) -> None:
     parameters = {

@@ -270,7 +270,7 @@ class TestErrors:
         with vm.running_scope(), pytest.raises(CyclicGraph, match="`end`"):
             circle()
 
-    def test_a_wrong_value_is_refused_where_it_is_given(
+    def test_a_wrong_value_is_rejected_where_it_is_given(
         self, vm: P.VirtualMachine, serve: FakeServe
     ) -> None:
         with vm.running_scope():

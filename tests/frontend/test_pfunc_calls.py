@@ -215,7 +215,7 @@ def test_a_list_of_variables_becomes_inputs_with_a_separator_between() -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda v: {"x": v}, lambda v: {v}, lambda v: [[v]]])
-def test_other_collections_of_variables_are_refused(wrap: Any) -> None:
+def test_other_collections_of_variables_are_rejected(wrap: Any) -> None:
     with pytest.raises(TypeError, match=r"join\(\): `parts` takes a variable, or a list"):
         join(wrap(P.variable("v")), "x")
 

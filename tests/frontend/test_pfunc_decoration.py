@@ -182,7 +182,7 @@ def default_of_an_output(x: P.Input, y: P.Output = "y"):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_wrong_functions_are_refused_at_decoration(function: Any, message: str) -> None:
+def test_wrong_functions_are_rejected_at_decoration(function: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         P.semantic_function()(function)
 
@@ -205,7 +205,7 @@ def good(x: P.Input, y: P.Output):
         ({"formatter": "none"}, TypeError, "transform"),
     ],
 )
-def test_wrong_options_are_refused_by_name(
+def test_wrong_options_are_rejected_by_name(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -229,7 +229,7 @@ def test_output_takes_only_a_sampling_config() -> None:
         ),
     ],
 )
-def test_wrong_parameters_are_refused(make: Any, error: type[Exception]) -> None:
+def test_wrong_parameters_are_rejected(make: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         make()
 
@@ -248,7 +248,7 @@ def test_annotations_may_be_postponed() -> None:
     assert func.params_map["y"].sampling_config == P.SamplingConfig(top_k=3)
 
 
-def test_a_postponed_role_that_cannot_be_evaluated_is_refused() -> None:
+def test_a_postponed_role_that_cannot_be_evaluated_is_rejected() -> None:
     def f(x: "Q.Input", y: "P.Output"):  # noqa: F821
         """{{x}} {{y}}"""
 

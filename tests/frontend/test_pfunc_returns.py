@@ -133,7 +133,7 @@ def plain(topic: P.Input) -> str:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_wrong_returns_are_refused_at_decoration(
+def test_wrong_returns_are_rejected_at_decoration(
     function: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=re.escape(message)) as caught:

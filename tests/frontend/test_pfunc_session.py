@@ -382,7 +382,7 @@ class TestErrors:
         with pytest.raises(Unavailable):
             vm.run(program())  # No warning about a coroutine that was not awaited.
 
-    def test_a_refused_session(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
+    def test_a_rejected_session(self, vm: P.VirtualMachine, serve: FakeServe) -> None:
         with vm.running_scope():
             serve.errors["call"] = [AuthenticationFailed("no")]
             with pytest.raises(AuthenticationFailed):

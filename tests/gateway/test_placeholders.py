@@ -61,7 +61,7 @@ def test_pieces_are_the_rendered_text_with_values_as_plain_text(contents: list[s
 @pytest.mark.parametrize(
     "shown", ["{{ m.content | tojson }}", "{{ m.content | upper }}", "", "{{ m.content[:9] }}"]
 )
-def test_a_template_that_changes_the_message_is_refused(shown: str) -> None:
+def test_a_template_that_changes_the_message_is_rejected(shown: str) -> None:
     template = ModelTemplate("{% for m in messages %}" + shown + "{% endfor %}")
     marked = mark_placeholders([{"role": "user", "content": "x {{a}} y"}], ["a"])
     with pytest.raises(InvalidRequest, match="changes or drops the message with `a`") as caught:

@@ -164,7 +164,7 @@ ROUND = [
 
 
 @pytest.mark.parametrize(("template", "times_slower"), [(HONEST, 4.0), (HONEST * 8, 1.0)])
-def test_an_honest_template_of_a_long_chat_is_not_refused(
+def test_an_honest_template_of_a_long_chat_is_not_rejected(
     template: str, times_slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither on a machine with a quarter of the reference speed, nor if the template does eight
@@ -174,7 +174,7 @@ def test_an_honest_template_of_a_long_chat_is_not_refused(
     assert ModelTemplate(template).render(ROUND * 300)
 
 
-async def test_a_template_that_shows_a_lone_surrogate_is_refused_before_an_engine() -> None:
+async def test_a_template_that_shows_a_lone_surrogate_is_rejected_before_an_engine() -> None:
     """No engine could receive the text, so no attempt is made."""
     template = "{{ '\\ud800' }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     engine = fake_engine("e0", model=MODEL, chat_template=template)

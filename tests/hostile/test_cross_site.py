@@ -39,7 +39,7 @@ def urls(cluster: Cluster) -> list[str]:
     "declared",
     ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json", None],
 )
-async def test_a_body_that_is_not_declared_as_json_is_refused(
+async def test_a_body_that_is_not_declared_as_json_is_rejected(
     cluster: Cluster, http: aiohttp.ClientSession, declared: str | None
 ) -> None:
     headers = {"Origin": "https://evil.example"}
@@ -56,7 +56,7 @@ async def test_a_body_that_is_not_declared_as_json_is_refused(
             assert "application/json" in await response.text()
 
 
-async def test_an_empty_post_of_a_page_is_refused(
+async def test_an_empty_post_of_a_page_is_rejected(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
     """A page of another site can send it without the server's permission."""

@@ -142,7 +142,7 @@ def beyond(schema: Json) -> Iterator[Any]:
             yield from ("nan", "inf", "-inf", math.nan, math.inf, 10**4000)
 
 
-def test_a_field_beyond_its_bound_is_refused_by_name() -> None:
+def test_a_field_beyond_its_bound_is_rejected_by_name() -> None:
     num_checked = 0
     for model in models():
         for name, field in model.model_json_schema()["properties"].items():

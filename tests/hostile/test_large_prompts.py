@@ -62,7 +62,7 @@ def call(scope: dict[str, Any], template: str, var_id: str | None) -> SemanticCa
     return SemanticCallRequest(**scope, template=template, parameters=parameters)
 
 
-async def test_a_large_value_that_is_used_often_is_hashed_once_and_refused(
+async def test_a_large_value_that_is_used_often_is_hashed_once_and_rejected(
     client: ServeClient, hashes: Hashes
 ) -> None:
     session = await client.create_session()

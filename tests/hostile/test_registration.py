@@ -107,7 +107,7 @@ def test_the_first_of_many_makes_the_token(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604])
-def test_a_token_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_token_that_others_can_read_is_rejected(tmp_path: Path, mode: int) -> None:
     kept_token(str(tmp_path))
     (tmp_path / "cluster_token").chmod(mode)
     with pytest.raises(ConfigError, match="must belong to you and have mode 600"):

@@ -50,7 +50,7 @@ def pinned(path: Path, python: str, platform: str) -> dict[str, str]:
     }
 
 
-def test_placeholders_are_refused_by_name() -> None:
+def test_placeholders_are_rejected_by_name() -> None:
     path = ROOT / "sample_configs" / "core" / "multi_tenant.json"
     with pytest.raises(ConfigError, match=r"`api_keys.0`.*set your own secret") as caught:
         load_config(CoreConfig, path)

@@ -395,7 +395,7 @@ def test_unsupported_options_are_rejected(vm: P.VirtualMachine, model: ChatParro
 # Prompts and messages
 
 
-def test_prompts_that_cannot_keep_values_open_are_refused() -> None:
+def test_prompts_that_cannot_keep_values_open_are_rejected() -> None:
     for template in (
         ChatPromptTemplate.from_template("{{ x }}", template_format="jinja2"),
         ChatPromptTemplate.from_template("{{x}}", template_format="mustache"),

@@ -48,7 +48,7 @@ def test_a_restored_copy_becomes_private(tmp_path: Path) -> None:
     assert mode(copy) == 0o600
 
 
-def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
+def test_a_symbolic_link_is_rejected(tmp_path: Path) -> None:
     JournalFile(str(tmp_path / "real"), SIZE).close()
     for name in ("j", "other.lock"):
         (tmp_path / name).symlink_to(tmp_path / "real")
@@ -65,7 +65,7 @@ def test_a_symbolic_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", ".lock", "-wal"])
-def test_a_file_of_another_user_is_refused(
+def test_a_file_of_another_user_is_rejected(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "j"

@@ -144,7 +144,7 @@ async def test_a_background_response_has_ended_when_its_end_was_stored() -> None
         assert (await read(site, path, {}))[2]["status"] in ("queued", "in_progress")
 
 
-async def test_finished_work_is_written_to_the_reserve_and_new_work_is_refused(
+async def test_finished_work_is_written_to_the_reserve_and_new_work_is_rejected(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "journal"

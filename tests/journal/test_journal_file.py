@@ -352,7 +352,7 @@ async def test_records_of_a_block_that_raises_are_not_written(tmp_path: Path) ->
     assert [r.seq for r in found] == [1, 2, 3]
 
 
-async def test_a_full_disk_refuses_and_loses_nothing(tmp_path: Path) -> None:
+async def test_a_full_disk_rejects_and_loses_nothing(tmp_path: Path) -> None:
     journal = await opened(tmp_path / "j")
     journal.append("1", "a", {})
     await journal.durable()

@@ -54,7 +54,7 @@ async def test_a_call_waits_for_an_engine_that_returns_after_all_timeouts() -> N
         assert found[2]["content"]
 
 
-async def test_models_of_the_journal_are_known_and_others_are_refused_at_the_call() -> None:
+async def test_models_of_the_journal_are_known_and_others_are_rejected_at_the_call() -> None:
     async with serving(file := MemoryFile()) as site, program(site) as scope:
         await journal_of(site).durable()
         records = file.records.copy()

@@ -98,7 +98,7 @@ async def until_full(site: Site, scope: dict[str, Any], disk: SmallDisk) -> None
         await asyncio.sleep(0.01)
 
 
-async def test_finished_work_is_written_to_the_reserve_and_new_work_is_refused(
+async def test_finished_work_is_written_to_the_reserve_and_new_work_is_rejected(
     address: str, disk: SmallDisk
 ) -> None:
     async with on_postgres(address, hanging()) as site, held_call(site) as (scope, path):

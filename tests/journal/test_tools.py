@@ -115,7 +115,7 @@ def test_compacting_removes_ended_sessions_and_shrinks_the_file(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("command", ["check", "compact"])
-def test_a_missing_or_foreign_file_is_refused(command: str, tmp_path: Path) -> None:
+def test_a_missing_or_foreign_file_is_rejected(command: str, tmp_path: Path) -> None:
     assert "there is no journal" in journal(command, tmp_path / "none").output
     assert not (tmp_path / "none").exists()
     with closing(sqlite3.connect(tmp_path / "other")) as database:

@@ -84,7 +84,7 @@ def test_mistakes_are_named(tmp_path: Path, sim: Path, payload: Any, message: st
         read_configs([path], {})
 
 
-def test_an_engine_with_another_token_than_its_core_is_refused(tmp_path: Path) -> None:
+def test_an_engine_with_another_token_than_its_core_is_rejected(tmp_path: Path) -> None:
     core = write(tmp_path / "core.json", {"cluster_token": "a"})
     same, other = (
         write(tmp_path / f"{token}.json", {"engine_type": "sim", "cluster_token": token})

@@ -361,7 +361,7 @@ def test_c7_something_was_not_freed(account: Account) -> None:
     assert found(history) == {"C7"}
 
 
-def test_c8_a_tenant_is_refused_within_its_share() -> None:
+def test_c8_a_tenant_is_rejected_within_its_share() -> None:
     history = chain()
     history.share = 3
     history.submits.append(submit("three", 1.3, outputs=(), error="queue_full"))

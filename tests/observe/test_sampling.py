@@ -67,7 +67,7 @@ def test_the_environment_names_a_sampler(
         ),
     ],
 )
-async def test_an_unknown_sampler_is_refused(
+async def test_an_unknown_sampler_is_rejected(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], message: str
 ) -> None:
     for name, text in environ.items():

@@ -88,7 +88,7 @@ def _missing(calls: list[dict[str, Any]]) -> set[str]:
     return {p["var"] for p in bound} - made
 
 
-async def test_an_application_finishes_before_your_eyes(visit: Visit) -> None:
+async def test_the_page_follows_an_application_to_its_end(visit: Visit) -> None:
     await visit.site.join()
     graph = await submit_map(visit, 3)
     engine, output = visit.site.engine, graph["variables"]["s1"]

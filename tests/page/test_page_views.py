@@ -293,7 +293,7 @@ async def test_two_runs_are_compared(stage: Stage) -> None:
     ]
 
 
-async def test_a_run_of_known_results_says_so(stage: Stage) -> None:
+async def test_a_run_with_reused_results_is_explained(stage: Stage) -> None:
     rows = scene.reused_run(8, origin=7)
     stage.answers |= {"sessions/8": rows, "sessions/8/vars/s0": {"var": rows["var:s0"]}}
     await stage.goto("run/8")
@@ -416,7 +416,7 @@ async def test_a_call_is_run_again_in_the_playground(stage: Stage) -> None:
     await expect(origin).to_have_attribute("href", f"#/{RUN}")
 
 
-async def test_a_run_with_python_functions_says_why_it_does_not_open(stage: Stage) -> None:
+async def test_the_page_explains_why_a_run_cannot_be_opened(stage: Stage) -> None:
     await stage.goto(RUN)
     button = stage.page.locator(".head button >> text=Open in the playground")
     await expect(button).to_be_disabled()
@@ -487,7 +487,7 @@ async def test_runs_are_searched_filtered_sorted_and_folded(stage: Stage) -> Non
     await expect(page.locator("tr.row:not(.sub)")).to_have_count(2)
 
 
-async def test_each_filter_says_how_many_runs_it_shows(stage: Stage) -> None:
+async def test_each_filter_shows_its_number_of_runs(stage: Stage) -> None:
     await stage.goto()
     filters = stage.page.locator(".bar .seg button")
     await expect(filters).to_have_text(["All36", "Running4", "Finished30", "Failed2", "Cancelled1"])

@@ -358,7 +358,7 @@ async def test_an_answer_without_a_request_is_not_given_to_the_next_one() -> Non
             assert await connections.post("/x", {}) == {"a": 1}
 
 
-async def test_a_refused_request_is_not_sent_to_its_end() -> None:
+async def test_a_rejected_request_is_not_sent_to_its_end() -> None:
     num_read: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -428,7 +428,7 @@ async def test_a_server_that_does_not_listen_is_unreachable() -> None:
 
 
 @pytest.mark.parametrize("token", ["a\r\nX: y", "clé"])
-async def test_keys_that_headers_cannot_contain_are_refused(token: str) -> None:
+async def test_keys_that_headers_cannot_contain_are_rejected(token: str) -> None:
     with pytest.raises(InvalidRequest, match="API key"):
         await client(1, token=token).post("/x", {})
 

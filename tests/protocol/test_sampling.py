@@ -44,7 +44,7 @@ def test_defaults_are_those_of_the_public_surface() -> None:
         ("repetition_penalty", -1.0),
     ],
 )
-def test_out_of_bounds_values_are_refused_by_name(field: str, value: object) -> None:
+def test_out_of_bounds_values_are_rejected_by_name(field: str, value: object) -> None:
     with pytest.raises(ValidationError) as caught:
         SamplingConfig.model_validate({field: value})
     assert caught.value.errors()[0]["loc"][0] == field
@@ -86,7 +86,7 @@ def test_disabled_fields_need_no_support_of_the_engine() -> None:
     assert SamplingConfig(top_k=3, temperature=0.5).needs() == {"top_k", "temperature"}
 
 
-def test_unknown_fields_are_refused() -> None:
+def test_unknown_fields_are_rejected() -> None:
     with pytest.raises(ValidationError, match="temprature"):
         SamplingConfig.model_validate({"temprature": 0.5})
 
@@ -180,7 +180,7 @@ def test_log_probabilities_of_other_tokens_are_appended(first_tokens: Any) -> No
         {"values": None},
     ],
 )
-def test_broken_log_probabilities_are_refused(fields: dict[str, Any]) -> None:
+def test_broken_log_probabilities_are_rejected(fields: dict[str, Any]) -> None:
     good = {"width": 2, "ids": "AAAAAAAAAAA=", "values": "AAAAAAAAAAA=", "tokens": None}
     assert Carrier.model_validate({"logprobs": good}).logprobs == Logprobs(2, [0, 0], [0.0, 0.0])
     with pytest.raises(ValidationError):

@@ -28,7 +28,7 @@ def state(world: HeldWorld, var_id: str) -> CompletionState:
     return producer.state
 
 
-async def test_readers_of_all_consumers_are_refused_and_the_value_may_still_come(
+async def test_readers_of_all_consumers_are_rejected_and_the_value_may_still_come(
     world: HeldWorld,
 ) -> None:
     first = world.call("first")
@@ -84,7 +84,7 @@ async def test_a_race_continues_while_enough_candidates_can_run(world: HeldWorld
     assert [value.var_id for value in (await race).values] == [here]
 
 
-async def test_a_stream_is_refused_after_its_first_text(world: HeldWorld) -> None:
+async def test_a_stream_is_rejected_after_its_first_text(world: HeldWorld) -> None:
     var_id = world.call("out")
     stream = world.core.stream(world.request(), var_id)
     reading = asyncio.ensure_future(anext(stream))

@@ -118,7 +118,7 @@ async def test_a_timeout_in_the_queue_says_so() -> None:
     await world.close()
 
 
-async def test_a_model_that_is_not_served_is_refused_at_the_call(world: HeldWorld) -> None:
+async def test_a_model_that_is_not_served_is_rejected_at_the_call(world: HeldWorld) -> None:
     with pytest.raises(NotFound, match="`gpt-4` is not served; available: tiny") as caught:
         world.call("y", models=["gpt-4"])
     assert caught.value.param == "models"
@@ -427,7 +427,7 @@ async def test_limits_are_enforced() -> None:
     await world.core.close()
 
 
-async def test_a_full_queue_refuses_new_calls_and_reads_and_fails_nothing() -> None:
+async def test_a_full_queue_rejects_new_calls_and_reads_and_fails_nothing() -> None:
     world = await HeldWorld.open(tasks_capacity=1, global_scheduler={"max_queue_size": 2})
     world.call("first", output_criteria="latency")
     await world.settle()

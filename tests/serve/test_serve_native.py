@@ -223,7 +223,7 @@ def test_invalid_python_names_are_rejected(name: str) -> None:
     check_call(native("größe", made("o")), 60)
 
 
-def test_sampling_of_a_native_output_is_refused() -> None:
+def test_sampling_of_a_native_output_is_rejected() -> None:
     check_call(native("f", made("o") | {"sampling_config": {"temperature": None}}), 60)
     with pytest.raises(InvalidRequest, match="`o`") as caught:
         check_call(native("f", made("o") | {"sampling_config": {"temperature": 0.5}}), 60)

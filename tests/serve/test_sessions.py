@@ -58,7 +58,7 @@ async def test_ids_are_never_reused_and_ended_sessions_differ_from_unknown_ones(
 
 
 @pytest.mark.parametrize("wrong", [None, "", "x", "é", "\ud800"])
-async def test_a_wrong_auth_is_refused(world: World, wrong: str | None) -> None:
+async def test_a_wrong_auth_is_rejected(world: World, wrong: str | None) -> None:
     gone_id, gone_auth = world.scope.values()
     await world.end()
     world.enter()

@@ -281,7 +281,7 @@ HOSTILE = [
 ]
 
 
-async def test_hostile_json_is_refused_on_every_route(site: Site) -> None:
+async def test_hostile_json_is_rejected_on_every_route(site: Site) -> None:
     routes = [route for route in create_app(site.core).openapi()["paths"] if route != "/metrics"]
     for raw, route in itertools.product(HOSTILE, routes):
         ids = {"var_id": "v", "model_id": "m", "response_id": "r"}
@@ -368,7 +368,7 @@ async def test_api_keys_and_the_cluster_token(guarded: Site) -> None:
 
 
 @pytest.mark.parametrize("host", ["", " "])
-async def test_an_engine_that_cannot_be_called_is_refused_before_it_is(
+async def test_an_engine_that_cannot_be_called_is_rejected_before_it_is(
     site: Site, host: str
 ) -> None:
     engine = ENGINE | {"host": host}

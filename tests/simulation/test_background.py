@@ -68,7 +68,7 @@ def test_a_fan_out_read_one_by_one_takes_as_long_as_one_read_at_once() -> None:
     assert simulate(read_one_by_one, on_demand=True) > 7 * at_once
 
 
-def test_calls_made_after_the_first_read_run_at_once_too() -> None:
+def test_calls_submitted_after_the_first_read_run_at_once() -> None:
     async def body(program: Program) -> float:
         start = await program.read(await program.call(1))
         return await read_one_by_one(program) - start
@@ -90,7 +90,7 @@ def test_calls_with_a_reader_go_first() -> None:
     assert third < 5.5 * one_call_s
 
 
-def test_a_read_that_is_given_up_stops_its_own_work_and_no_other() -> None:
+def test_an_abandoned_read_stops_only_its_own_work() -> None:
     async def body(program: Program) -> list[str]:
         var_ids = [await program.call(1000) for _ in range(3)]
         reading = asyncio.create_task(program.read(var_ids[0]))

@@ -134,7 +134,7 @@ def times(trace: Trace) -> list[float]:
 
 
 @pytest.mark.parametrize("rtt_s", [0.0, 0.2])
-def test_a_replay_under_the_same_settings_takes_as_long(rtt_s):
+def test_a_replay_with_the_same_settings_takes_the_same_time(rtt_s):
     recorded = record(rtt_s=rtt_s)
     replayed = Replay(engine=ENGINE).run(recorded)
     assert times(replayed) == pytest.approx(times(recorded), rel=0.03)
@@ -201,7 +201,7 @@ def test_invalid_traces_are_rejected(tmp_path: Path, content: str, message: str)
         TraceFile(str(tmp_path / "nowhere" / "trace.jsonl"))
 
 
-def test_refusals_and_failed_reads_are_replayed_too():
+def test_rejections_and_failed_reads_are_replayed():
     async def main() -> Trace:
         trace = Trace()
         async with SimCluster(1, engine=ENGINE, trace=trace.add) as cluster:

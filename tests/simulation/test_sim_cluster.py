@@ -76,7 +76,7 @@ def simulate(
         ({"engine_heartbeat_timeout": 40, "no_engine_timeout": 5}, 5),
     ],
 )
-def test_a_read_without_an_engine_is_refused_after_its_own_timeout(
+def test_a_read_without_an_engine_is_rejected_after_its_own_timeout(
     timeouts: dict[str, float], fails_after: float
 ):
     async def body(cluster: SimCluster, program: Program) -> float:

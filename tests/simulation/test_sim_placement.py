@@ -165,7 +165,7 @@ def test_calls_run_where_they_fit_and_are_not_cut(placement: str) -> None:
     assert run_virtual(main()) == [0] * 6
 
 
-def test_a_prompt_that_no_engine_takes_fails_and_says_why() -> None:
+def test_a_prompt_that_exceeds_all_engines_fails_with_its_cause() -> None:
     async def main() -> None:
         async with SimCluster(0) as cluster:
             for max_len in (512, 1024):

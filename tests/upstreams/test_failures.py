@@ -90,7 +90,7 @@ async def test_calls_wait_for_the_only_server() -> None:
         assert server.num_refused > 0
 
 
-async def test_a_server_that_refuses_all_calls_gives_its_error() -> None:
+async def test_a_server_that_rejects_all_calls_gives_its_error() -> None:
     fake = FakeOpenAI(faults=[Fault(429, OVERLOADED, {"retry-after": "0.1"})] * 99)
     async with AsyncExitStack() as stack:
         client = await in_front(stack, fake)

@@ -76,7 +76,7 @@ async def test_tools_without_a_system_message(site: Site) -> None:
     assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-async def test_a_template_that_refuses_system_messages() -> None:
+async def test_a_template_that_rejects_system_messages() -> None:
     engine = fake_engine("e0", model=MODEL, chat_template=REFUSES_SYSTEM)
     engine.script = Script(text=lambda prompt: CALL)
     async with serve(CoreConfig(), engine) as site:

@@ -108,7 +108,7 @@ async def test_chat(world: World) -> None:
     assert engine.requests[1].fills[0].parent_context_id == engine.requests[0].context_id
 
 
-async def test_chat_without_a_template_is_refused(world: World) -> None:
+async def test_chat_without_a_template_is_rejected(world: World) -> None:
     engine = fake_engine()
     assert engine.tokenizer_response is not None
     engine.tokenizer_response.chat_template = None

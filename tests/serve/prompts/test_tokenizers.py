@@ -222,7 +222,7 @@ async def test_models_share_an_encoder_but_not_their_rules() -> None:
     assert registry.get("other", "t") is None
 
 
-async def test_a_broken_tokenizer_is_refused() -> None:
+async def test_a_broken_tokenizer_is_rejected() -> None:
     for broken in ("{}", "not json"):
         payload = TokenizerResponse(tokenizer_json=broken, special_ids=SpecialIds(), vocab_size=1)
         with pytest.raises(InvalidRequest):

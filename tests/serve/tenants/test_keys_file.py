@@ -61,7 +61,7 @@ def test_errors_name_the_problem(tmp_path: Path, entries: list[Any], words: list
         assert word in str(caught.value)
 
 
-def test_a_file_that_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_others_can_write_is_rejected(tmp_path: Path) -> None:
     path = Path(write_keys(tmp_path / "keys.json", entry("a", "k")))
     for mode in (0o620, 0o602):
         path.chmod(mode)
@@ -78,7 +78,7 @@ def test_files_without_keys_are_rejected(tmp_path: Path, raw: bytes) -> None:
         read_keys(str(tmp_path / "keys.json"))
 
 
-def test_a_file_that_is_missing_or_huge_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_or_huge_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(str(tmp_path / "none.json"))
     (tmp_path / "huge.json").write_bytes(b" " * 2**20)
