@@ -228,7 +228,7 @@ def test_small_calls_of_one_tenant_do_not_starve_a_large_one_of_another() -> Non
         bench.scheduler.finished(*running.popleft())
         running.extend(bench.run().items())
         num_ended += 1
-        assert num_ended < 100, "it starves"
+        assert num_ended < 100, "the large call starves"
     assert num_ended > 10
 
 
