@@ -1,7 +1,7 @@
 """Docs, messages and code use plain English: they contain none of the banned constructions.
 
-CONTRIBUTING.md has the rules of writing. In code the test reads comments and all strings: errors,
-help texts, descriptions of config keys, log lines, docstrings."""
+CONTRIBUTING.md has the rules of writing. In the package the test reads comments and all strings:
+errors, help texts, descriptions of config keys, log lines, docstrings."""
 
 import ast
 import io
@@ -31,12 +31,14 @@ def prose(page: Path) -> str:
     return re.sub(r'"[^"\n]*"|`[^`\n]*`', "", text)
 
 
-def written(file: Path) -> Iterator[str]:
-    """Yield the strings and comments of a module, without code in backquotes."""
+def written(file: Path, *, all_strings: bool) -> Iterator[str]:
+    """Yield the comments of a module and its docstrings, or all of its strings, without code in
+    backquotes."""
     source = file.read_text()
     for node in walk(parsed(source)):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield re.sub(r"`[^`\n]*`", "", node.value)
+        text = node if all_strings else node.value if isinstance(node, ast.Expr) else None
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            yield re.sub(r"`[^`\n]*`", "", text.value)
     if not any(BANNED.search(line) for line in re.findall("#.*", source)):
         return  # These lines include all comments. The tokenizer would be slower.
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -54,12 +56,16 @@ def test_a_page_is_in_plain_english(page: Path) -> None:
     assert BANNED.findall(prose(page)) == []
 
 
-def test_code_is_in_plain_english() -> None:
+@pytest.mark.parametrize(
+    ("folder", "all_strings"),
+    # Strings of tests and benchmarks are data: prompts and names.
+    [("parrot", True), ("examples", True), ("tests", False), ("benchmark", False)],
+)
+def test_code_is_in_plain_english(folder: str, all_strings: bool) -> None:
     found = [
         (str(file.relative_to(ROOT)), match[0])
-        for folder in ("parrot", "examples")
         for file in sorted((ROOT / folder).rglob("*.py"))
-        for text in written(file)
+        for text in written(file, all_strings=all_strings)
         for match in BANNED.finditer(text)
     ]
     assert found == []

@@ -190,7 +190,7 @@ def _nothing_lost(facts: _Facts) -> Iterator[str]:
         shown = {output for call in seen.calls for output in call.outputs}
         for submit in facts.calls:
             if submit.program == seen.program and not shown.issuperset(submit.outputs):
-                yield f"program {seen.program}: its call {submit.key} is not there any more"
+                yield f"program {seen.program}: its call {submit.key} no longer exists"
 
 
 def _inputs_first(facts: _Facts) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Texts of a tenant: no view of the page shows them to another tenant, or to operators who may not
-see values."""
+"""Texts of a tenant: no view of the page shows them to another tenant, or to operators without
+the right to see values."""
 
 import asyncio
 import json
