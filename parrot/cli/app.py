@@ -196,8 +196,8 @@ def config_show(
         Path | None,
         typer.Argument(help="Config file of ServeCore or of an engine. \\[default: none]"),
     ] = None,
-    host: Annotated[str | None, typer.Option(help="As the option of the server.")] = None,
-    port: Annotated[int | None, typer.Option(help="As the option of the server.")] = None,
+    host: Annotated[str | None, typer.Option(help="Show the config with this `host`.")] = None,
+    port: Annotated[int | None, typer.Option(help="Show the config with this `port`.")] = None,
     only_set: Annotated[
         bool, typer.Option("--only-set", help="Hide settings that have their default.")
     ] = False,

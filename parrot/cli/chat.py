@@ -181,7 +181,7 @@ def _piece(data: str) -> AnswerPiece:
         is_cut = choice.get("finish_reason") == "length"
         return AnswerPiece(choice["delta"].get("content") or "", is_cut)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-        raise RequestFailed(f"not an answer of OpenAI's API: {data:.80}") from None
+        raise RequestFailed(f"the answer is not in OpenAI's format: {data:.80}") from None
 
 
 def _chosen(server: RemoteServer, model: str | None) -> str:

@@ -29,8 +29,8 @@ def show_config(path: Path | None, options: dict[str, Any], only_set: bool) -> N
         file = file_layer(path)
         if "engines" in file.values:
             fail(
-                f"{path} is a launch file: `parrot doctor` checks it whole; give one of the "
-                "configs that it names"
+                f"{path} is a launch file; give one of its configs instead, or check the whole "
+                "file with `parrot doctor`"
             )
         is_engine = is_engine_config(file.values)
         if path is None or not is_engine:

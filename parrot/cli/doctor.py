@@ -54,7 +54,7 @@ _LOW_MEMORY = 2 * 2**30
 _LOW_DISK = 2**30
 _ALL_KEYS = "correct it; `parrot config show` lists all keys"
 _TORCH_TIMEOUT_S = 120.0
-_TORCH_AGAIN = "pip uninstall -y torch, then `parrot doctor` says how to install it"
+_TORCH_AGAIN = "run pip uninstall -y torch, then `parrot doctor` for the install command"
 _NEED = re.compile(r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:[^;]*>=(?P<least>[\d.]+))?")
 _TORCH = (
     "import torch; "
@@ -121,7 +121,7 @@ def _checks(paths: list[Path]) -> list[Callable[[], Iterator[Finding]]]:
 def check_python() -> Iterator[Finding]:
     yield Finding("ok", f"Python {sys.version.split()[0]} at {sys.executable}")
     if sys.prefix == sys.base_prefix:
-        advice = "python3 -m venv .venv && source .venv/bin/activate makes one"
+        advice = "create one: python3 -m venv .venv && source .venv/bin/activate"
         yield Finding("note", "no virtual environment is active", advice)
 
 
@@ -198,7 +198,7 @@ def check_model() -> Iterator[Finding]:
     if not has_embedded_model():
         yield Finding("note", "the embedded model is not installed")
     else:
-        yield Finding("ok", "the embedded model is there")
+        yield Finding("ok", "the embedded model is installed")
 
 
 def check_room() -> Iterator[Finding]:
@@ -213,7 +213,9 @@ def check_room() -> Iterator[Finding]:
     if disk < _LOW_DISK:
         yield Finding("note", f"{disk / 2**20:.0f} MiB of disk are free", "make room for logs")
     if not os.access(Path.cwd(), os.W_OK):
-        yield Finding("note", f"{Path.cwd()} cannot be written", "give --log-dir a folder that can")
+        yield Finding(
+            "note", f"{Path.cwd()} is not writable", "choose a writable folder with --log-dir"
+        )
 
 
 def _free_memory() -> int | None:
@@ -231,7 +233,7 @@ def check_token(state_dir: str | None = None) -> Iterator[Finding]:
     except ConfigError as error:
         yield Finding("wrong", str(error), "chmod 700 the folder and 600 the file, or remove both")
     else:
-        yield Finding("ok", "the cluster token can be read, by you alone")
+        yield Finding("ok", "the cluster token is readable, only by you")
 
 
 def check_usual_port() -> Iterator[Finding]:
@@ -243,7 +245,9 @@ def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
         if is_free(host, port):
             yield Finding("ok", f"port {port} of {host} is free, for {name}")
         elif ask(host, port, "/health") is not None:
-            yield Finding("note", f"a server already runs on port {port}", "`parrot ping` asks it")
+            yield Finding(
+                "note", f"a server already runs on port {port}", "`parrot ping` checks it"
+            )
         else:
             yield Finding("wrong", f"port {port} of {host} is taken", "choose another with `port`")
     except OSError as error:
@@ -356,7 +360,9 @@ def _check_hub(model: str) -> Iterator[Finding]:
             "wrong", f"{model}: no such folder or file", "set `model` to a model that exists"
         )
     elif find_spec("huggingface_hub") is None:
-        yield Finding("wrong", f"{model} would come from the model hub", install_line("engine"))
+        yield Finding(
+            "wrong", f"{model} cannot be fetched from the model hub", install_line("engine")
+        )
     else:
         advice = "the first start takes longer; set HF_TOKEN for models that require a licence"
         yield Finding("note", f"{model} is fetched from the model hub at the first start", advice)

@@ -36,7 +36,7 @@ def planned_servers(
 def _api_url(url: str, instance: dict[str, Any]) -> str:
     """`url`, or `url/v1` if the API is there."""
     if not is_url(url):
-        raise ConfigError(f"{url} is not a URL: write http://{url}, or give one model alone")
+        raise ConfigError(f"{url} is not a URL: write http://{url}, or give a single model")
     base = url.rstrip("/")
     try:
         num_models = _num_models(base, instance)

@@ -54,7 +54,7 @@ def launch_and_wait(paths: list[Path], log_dir: Path, ready_timeout_s: float) ->
         OUT.print(f"ServeCore is ready at [bold]{cluster.core_url}[/]. Ctrl-C stops all.")
         if cluster.configs["core"].get("page", True):
             address = page_url(cluster.core_url, cluster.cluster_token)
-            OUT.print(f"Look at it: {address}", soft_wrap=True)
+            OUT.print(f"Web page: {address}", soft_wrap=True)
         fail(cluster.supervise(warn).death_message())
 
 
@@ -71,7 +71,7 @@ def launch_on_ray(paths: list[Path], options: RayOptions) -> None:
             if options.is_detached:
                 url = launch_detached(plan, namespace, options.ready_timeout_s)
                 OUT.print(f"ServeCore is ready at [bold]{url}[/].")
-                OUT.print(f"`parrot launch --ray --stop --name {options.name}` ends all.")
+                OUT.print(f"Stop it with `parrot launch --ray --stop --name {options.name}`.")
                 return
             hurried = threading.Event()
             with (
@@ -96,7 +96,7 @@ def stop_on_ray(address: str, name: str) -> None:
 
     try:
         with connected(address, name) as namespace:
-            OUT.print(f"Ended: {', '.join(end_service(namespace))}", soft_wrap=True)
+            OUT.print(f"Stopped: {', '.join(end_service(namespace))}", soft_wrap=True)
     except ClusterError as error:
         fail(str(error))
 

@@ -122,7 +122,9 @@ class PageFeed:
             return
         if api_key is None and config_path is None and not is_loopback(host):
             # The token file of this user is only for servers on this machine.
-            raise RequestFailed(f"{core} asks for a key: --api-key, or its config by --config-path")
+            raise RequestFailed(
+                f"{core} requires a key: give --api-key, or its config with --config-path"
+            )
         self._enter(page_key(operator_token(config_path)) if api_key is None else api_key)
 
     def rows(self, view: str) -> Iterator[Rows]:
@@ -136,9 +138,11 @@ class PageFeed:
                 for key in changes["gone"]:
                     rows.pop(key, None)
             except (ValueError, KeyError, TypeError):
-                raise RequestFailed(f"{self._core} is of another version: {data:.80}") from None
+                raise RequestFailed(
+                    f"{self._core} runs another version of Parrot: {data:.80}"
+                ) from None
             yield rows
-        raise RequestFailed(f"{self._core} has ended the view")
+        raise RequestFailed(f"{self._core} closed the connection")
 
     def now(self, view: str) -> Rows:
         """The current rows of a view. Raises `RequestFailed`."""
@@ -153,7 +157,7 @@ class PageFeed:
             if error.status == HTTPStatus.NOT_FOUND:
                 raise RequestFailed(
                     f"{self._core} is not a ServeCore, or runs without its page (`page`: false); "
-                    "this command shows views of the page"
+                    "this command needs the page"
                 ) from None
             raise
         return True
@@ -163,7 +167,7 @@ class PageFeed:
             _, headers = self._server.ask("POST", "/ui/api/enter", {"key": key})
         except RequestFailed as error:
             raise RequestFailed(
-                f"{error}. The key is made of the cluster token: give ServeCore's config file "
+                f"{error}. The key is derived from the cluster token: give ServeCore's config file "
                 "(--config-path) or an API key (--api-key)",
                 error.status,
             ) from None

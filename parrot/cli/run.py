@@ -76,7 +76,7 @@ def show_health(core: str, config_path: Path | None) -> None:
         return
     models = _models(*address)
     names = ", ".join(card.id for card in models)
-    OUT.print(f"it serves {names}" if models else "engines are up", soft_wrap=True)
+    OUT.print(f"it serves {names}" if models else "engines are registered", soft_wrap=True)
     _show_sampling((card.id, card.default_sampling) for card in models)
     OUT.print("`parrot top` shows the engines")
 
@@ -99,7 +99,10 @@ def _models(host: str, port: int) -> list[ModelCard]:
 
 
 def _fail_without_core(core: str) -> NoReturn:
-    fail(f"no ServeCore answers at {core}: start one with `parrot up MODEL`, or name it (--core)")
+    fail(
+        f"no ServeCore answers at {core}: start one with `parrot up MODEL`, or give its address "
+        "with --core"
+    )
 
 
 def show_page_address(core: str, config_path: Path | None) -> None:

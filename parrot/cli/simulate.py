@@ -31,9 +31,9 @@ _ROWS: Sequence[tuple[str, str, str]] = (
     ("output tokens", "output_tokens", "d"),
     ("prompt tokens cached", "cached_tokens", "d"),
     ("prompt tokens computed", "computed_tokens", "d"),
-    ("... of them once more", "recomputed_tokens", "d"),
+    ("... of them recomputed", "recomputed_tokens", "d"),
     ("tokens evicted", "evicted_tokens", "d"),
-    ("completions run again", "num_reruns", "d"),
+    ("completions rerun", "num_reruns", "d"),
 )
 
 
@@ -123,7 +123,7 @@ def _count(settings: dict[str, Any], key: str) -> int | None:
 
 def _table(summaries: Mapping[str, Summary]) -> Table:
     columns = (Column(name, justify="right") for name in summaries)
-    table = Table("", *columns, title="What would have been", title_justify="left")
+    table = Table("", *columns, title="Simulated results", title_justify="left")
     for label, field, spec in _ROWS:
         values = (getattr(summary, field) for summary in summaries.values())
         table.add_row(label, *("?" if value is None else format(value, spec) for value in values))
@@ -133,7 +133,7 @@ def _table(summaries: Mapping[str, Summary]) -> Table:
 def _print_changes(name: str, found: Sequence[Change]) -> None:
     gained = sum(change.ratio > 1 + _NOTABLE for change in found)
     lost = sum(change.ratio < 1 - _NOTABLE for change in found)
-    OUT.print(f"{name}: {gained} sessions take less time than simulated, {lost} more (by 1%)")
+    OUT.print(f"{name}: {gained} sessions are faster and {lost} slower, by more than 1%")
     headers = ("session", "simulated, s", f"{name}, s", "ratio")
     table = Table(*(Column(header, justify="right") for header in headers))
     is_long = len(found) > 2 * _NUM_CHANGES

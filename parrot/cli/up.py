@@ -143,8 +143,8 @@ def plan_engines(
     if on_gpus and num_engines * ranks > gpus:
         each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
         raise ConfigError(
-            f"{num_engines} engines need {each} each, and there are {gpus}: fewer --engines, a "
-            "smaller --tensor-parallel, or --device cpu"
+            f"{num_engines} engines need {each} each, but there are only {gpus}: use fewer "
+            "--engines, a smaller --tensor-parallel, or --device cpu"
         )
     if on_gpus and num_engines > 1:
         return [{**config, "device": f"cuda:{number * ranks}"} for number in range(num_engines)]
@@ -171,7 +171,7 @@ def _engine_for(model: str) -> dict[str, Any]:
         return _engine_file(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{model}: no config.json in it; a model is {_WEIGHTS}")
+            raise ConfigError(f"{model}: it has no config.json; a model is {_WEIGHTS}")
         return _local(path, path.resolve().name)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -207,8 +207,8 @@ def _engine_file(path: Path) -> dict[str, Any]:
     config = read_config_object(path)
     if "engine_type" not in config:
         raise ConfigError(
-            f"{path}: no engine's config, which has `engine_type`; "
-            "`parrot launch` takes launch files, --core-config a ServeCore's"
+            f"{path}: not the config of an engine, because it has no `engine_type`. Start a launch "
+            "file with `parrot launch`; give the config of ServeCore with --core-config"
         )
     return config
 
@@ -229,7 +229,7 @@ def _say_how_to_use(cluster: Cluster) -> None:
     where = f" on {_counted(names)}" if (names := len(cluster.engine_names)) else ""
     OUT.print(f"Ready: {escape(', '.join(models))}{where} at [bold]{url}[/]\n")
     if core.get("page", True):
-        OUT.print(f"Look at it:  {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
+        OUT.print(f"Web page: {page_url(url, cluster.cluster_token)}\n", soft_wrap=True)
     key = "KEY" if core.get("api_keys") or core.get("keys_file") else "any"
     openai = f"OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key} OPENAI_MODEL={shlex.quote(model)}"
     lines = {"OpenAI code": f"export {openai}", **agent_lines(url, model, key, context)}

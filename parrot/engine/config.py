@@ -54,8 +54,8 @@ class RegisteredConfig(ConfigModel):
     def _works_for_one(cls, given: Any) -> Any:
         if isinstance(given, dict) and "shard_cores" in given:
             raise ValueError(
-                "`shard_cores` is gone: an engine works for one ServeCore, so give each shard "
-                "engines of its own (docs/reliability.md)"
+                "`shard_cores` is no longer supported: an engine works for one ServeCore, so give "
+                "each shard its own engines (docs/reliability.md)"
             )
         return given
 
@@ -75,8 +75,9 @@ Seconds = Annotated[float, Field(ge=0.0)]
 
 _POOLING: Any = Field(
     "mean",
-    description="What an embedding is: the mean of a text's last hidden states, which suits models "
-    "that were trained to generate, or the last token's (`last`), for models trained so.",
+    description="How a text's last hidden states become an embedding. `mean`: their mean, which "
+    "suits models that were trained to generate. `last`: the state of the last token, for models "
+    "that were trained for it.",
 )
 
 
@@ -362,9 +363,9 @@ class EngineConfig(RegisteredConfig):
         0.0,
         ge=0.0,
         le=86400.0,
-        description="Seconds that the engine finishes its calls after SIGTERM, without "
-        "accepting new ones. The rest moves to other engines. A second signal ends the engine "
-        "at once.",
+        description="Seconds after SIGTERM in which the engine finishes its running calls and "
+        "accepts no new ones. Unfinished calls then move to other engines. A second signal stops "
+        "the engine at once.",
     )
     cluster_token: Secret | None = Field(
         None,

@@ -112,7 +112,7 @@ class Heartbeat:
         if self._terms is None:
             return
         engine_id, core = self._terms.engine_id, self._terms.core
-        logger.info("leaving ServeCore, for %g s at most", timeout_s)
+        logger.info("leaving ServeCore; running calls have %g s to finish", timeout_s)
         try:
             answer = await self._client.engine_leave(engine_id, core, timeout_s)
         except ParrotError as error:
@@ -219,7 +219,7 @@ class Heartbeat:
                 return await call()
             except ParrotError as error:
                 if type(error) is not reason:  # Log a reason once, and not at each attempt.
-                    logger.warning("ServeCore: %s; trying on", error.message)
+                    logger.warning("ServeCore: %s; retrying", error.message)
                 reason = type(error)
             await self._clock.sleep(delay_s)
             delay_s = min(2 * delay_s, MAX_RETRY_S)
@@ -257,7 +257,7 @@ def _own_address_towards(host: str, port: int) -> str:
             own: str = probe.getsockname()[0]
             return own
     except OSError as error:
-        raise Unavailable(f"no way to {host}: {error.strerror}") from None
+        raise Unavailable(f"cannot reach {host}: {error.strerror}") from None
 
 
 def registration(

@@ -100,11 +100,9 @@ async def run_engine(
 
 def engine_options() -> ArgumentParser:
     options = server_options("Run one Parrot engine.", "engine_server.log")
-    options.add_argument("--engine-name", help="name to register; replaces the config's")
-    options.add_argument("--device", help="auto, cpu, cuda or cuda:N; replaces the config's")
-    options.add_argument(
-        "--without-core", action="store_true", help="serve alone, without ServeCore"
-    )
+    options.add_argument("--engine-name", help="name to register; overrides the config")
+    options.add_argument("--device", help="auto, cpu, cuda or cuda:N; overrides the config")
+    options.add_argument("--without-core", action="store_true", help="serve without ServeCore")
     return options
 
 

@@ -394,7 +394,7 @@ class RunnerService:
         self._require_ready()
         if self._pooling is None:
             kind = self._config.engine_type
-            text = f"an engine of type {kind} makes no embeddings, and scores no prompts"
+            text = f"an engine of type {kind} cannot compute embeddings or score prompts"
             raise UnsupportedField(text, param="model")
         wanted = self._wanted(request, self._inputs(request.inputs))
         if isinstance(request, ScoreRequest):
@@ -472,7 +472,7 @@ class RunnerService:
     async def _generation(self, request: GenerateRequest, *, stream: bool) -> EngineRequest:
         self._require_ready()
         if request.conversation is not None:
-            text = "this engine's contexts are tokens, and it renders no conversations"
+            text = "this engine's contexts are tokens, so it cannot render conversations"
             raise UnsupportedField(text, param="conversation")
         constraint = await self._constraint(request)
         wanted = self._wanted(request, self._pieces(request), request.sampling_config, stream)
@@ -557,7 +557,7 @@ class RunnerService:
             ids = array("i", fill.token_ids)
             return Piece(fill.context_id, ids, *parent, public_len=fill.public_len)
         if fill.public_len:
-            raise InvalidRequest("`public_len` counts `token_ids`", param="public_len")
+            raise InvalidRequest("`public_len` needs `token_ids`", param="public_len")
         language = self._require_core().language
         special = language.response.special_ids
         text_ids = language.tokenizer.encode(fill.text or "", add_special_tokens=False).ids

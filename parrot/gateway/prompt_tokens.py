@@ -24,7 +24,10 @@ async def prompt_tokens(
     """The token ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the
     model's engines take text."""
     if tokenizer is None:
-        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
+        raise UnsupportedField(
+            f"ServeCore does not have the tokenizer of `{model}`, only its engines do",
+            param="model",
+        )
 
     def split() -> list[TextPiece]:
         return transcript_of(prompt, options, model, tokenizer).pieces()
@@ -61,5 +64,8 @@ async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokeniz
     """The text of the ids, without special tokens. Raises `UnsupportedField` if the model's engines
     take text."""
     if tokenizer is None:
-        raise UnsupportedField(f"only its engines know the tokens of `{model}`", param="model")
+        raise UnsupportedField(
+            f"ServeCore does not have the tokenizer of `{model}`, only its engines do",
+            param="model",
+        )
     return await asyncio.to_thread(tokenizer.encoder.decode, ids)

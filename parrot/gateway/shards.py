@@ -99,9 +99,7 @@ class Affinity:
         if FORWARDED in request.headers:
             asked = ShardLoad.parse(request.headers.get(LOAD, ""))
             if asked is not None and self._load().declines_for(asked):
-                raise MisdirectedRequest(
-                    "this shard has a much higher load than the one asked first"
-                )
+                raise MisdirectedRequest("this shard has a much higher load than the first choice")
         elif apps and STAYS not in request.scope:
             found, own = homes(tenant, apps[0], self._cores), self._shard.index
             if before := found[: found.index(own)] if own in found else found:
@@ -160,7 +158,9 @@ class Forwarding:
         except ElsewhereError as error:
             # Forwarding a request twice could loop: the shards' lists differ.
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
-                text = f"this is for shard {error.shards[0]}: all shards need equal `shards.cores`"
+                text = (
+                    f"this belongs to shard {error.shards[0]}: all shards need equal `shards.cores`"
+                )
                 raise MisdirectedRequest(text) from None
             budget: BodyBudget = scope["app"].state.body_budget
             with budget.lease() as lease:
@@ -331,7 +331,7 @@ class _Body:
             self._read.clear()
             message = await self.receive()
             if message["type"] == "http.disconnect":
-                raise ConnectionError("the client left")
+                raise ConnectionError("the client disconnected")
             yield self._read[-1]
 
     async def disconnected(self) -> None:

@@ -218,12 +218,12 @@ class _GemmaReader:
     def value(self, depth: int = 0) -> Any:
         """The next value. Raises `ValueError` if there is none."""
         if depth > _MAX_DEPTH:
-            raise ValueError("it is too deep")
+            raise ValueError("it is nested too deeply")
         if self._takes("{"):
             fields = list(self._items("}", lambda: self._field(depth + 1)))
             found = dict(fields)
             if len(found) < len(fields):
-                raise ValueError("a key is there twice")
+                raise ValueError("a key occurs twice")
             return found
         if self._takes("["):
             return list(self._items("]", lambda: self.value(depth + 1)))
@@ -343,7 +343,7 @@ def read_python(text: str) -> list[ParsedToolCall] | None:
 
 def _python_call(node: ast.expr) -> ParsedToolCall:
     if not isinstance(node, ast.Call) or node.args:
-        raise ValueError("no call by names")
+        raise ValueError("not a call with keyword arguments")
     names = [keyword.arg for keyword in node.keywords if keyword.arg is not None]
     values = [_literal(keyword.value) for keyword in node.keywords]
     return ParsedToolCall.of(_dotted(node.func), dict(zip(names, values, strict=True)))

@@ -70,7 +70,7 @@ def prepare(address: str) -> None:
         conninfo_to_dict(address)
     except psycopg.Error:  # Its message may contain the password.
         raise ConfigError(
-            "journal: is not an address like postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
+            "journal: must be an address like postgresql://USER:PASSWORD@HOST:PORT/DATABASE"
         ) from None
     try:
         with connect(address) as connection, connection.transaction():

@@ -236,7 +236,7 @@ class JournalFile(EndedSubjects):
         known = self._database.execute("SELECT value FROM facts WHERE name = 'epoch'").fetchone()
         before = 0 if known is None else known[0]
         if type(before) is not int or not 0 <= before < _MAX_EPOCH:
-            raise sqlite3.DatabaseError(f"the epoch is {before!r:.80}")
+            raise sqlite3.DatabaseError(f"the epoch is invalid: {before!r:.80}")
         epoch = max(before + 1, _now_ms())
         try:
             with self._database as database:

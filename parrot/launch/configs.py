@@ -174,7 +174,7 @@ def read_entries(
         )
     if not engines:
         raise ConfigError(
-            f"no engine among {', '.join(map(str, paths))}; give also an engine's config, such as "
+            f"no engine among {', '.join(map(str, paths))}; also give an engine's config, such as "
             f"{sample_configs() / 'engine' / 'embedded.json'}"
         )
     core = cores[0] if cores else Entry("", False, core_config({}, "", environ), {})

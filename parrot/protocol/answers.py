@@ -477,7 +477,7 @@ def _without_port(host: str) -> str:
 def _refusal(header: bytes) -> MisdirectedRequest:
     name = _without_port(header.decode("latin-1"))[:MAX_HOST_NAME]
     return MisdirectedRequest(
-        f"this server is not `{name}`: its `allowed_hosts` do not name it", param="host"
+        f"the host `{name}` is not allowed: add it to the server's `allowed_hosts`", param="host"
     )
 
 

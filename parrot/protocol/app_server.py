@@ -32,8 +32,8 @@ _SHUTDOWN_GRACE_S = 5  # Seconds for open requests to finish during a shutdown.
 
 
 _TOO_MANY = 503, "unavailable", "too many connections"
-_TOO_SLOW = 408, "request_timeout", "the request did not come in time"
-_HEAD_TOO_LONG = 431, "request_header_fields_too_large", "the request's head is too long"
+_TOO_SLOW = 408, "request_timeout", "the request did not arrive in time"
+_HEAD_TOO_LONG = 431, "request_header_fields_too_large", "the request's header is too long"
 
 
 class AppServer(uvicorn.Server):
@@ -113,8 +113,8 @@ def _with_hyphens(argument: str) -> str:
 def server_options(description: str, log_filename: str) -> argparse.ArgumentParser:
     parser = _Options(description=description)
     parser.add_argument("--config-path", help="JSON or YAML config file")
-    parser.add_argument("--host", help="address to bind; replaces the config's")
-    parser.add_argument("--port", type=int, help="port to bind; replaces the config's")
+    parser.add_argument("--host", help="address to bind; overrides `host` in the config")
+    parser.add_argument("--port", type=int, help="port to bind; overrides `port` in the config")
     parser.add_argument(
         "--insecure",
         action="store_true",

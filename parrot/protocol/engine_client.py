@@ -294,7 +294,7 @@ class ChunkChannel:
         try:
             await sink.take_rest(followed(self._http, context_id))
         except (ParrotError, ValueError) as error:
-            logger.info("cannot follow an output, its rest comes with the result: %s", error)
+            logger.info("cannot follow an output, so its rest arrives with the result: %s", error)
 
     async def _read(self, opened: "asyncio.Future[str | None]") -> None:
         name = new_token()
@@ -314,5 +314,5 @@ class ChunkChannel:
         try:
             sink.take(chunk)
         except Exception:
-            logger.exception("a piece of an output could not be taken")
+            logger.exception("a chunk of an output could not be processed")
             self._sinks.pop(chunk.context_id, None)

@@ -392,9 +392,9 @@ def _load_logprobs(value: Any) -> Any:
             raise ValueError("rows of different lengths")
         chosen = loaded.ids[:: loaded.width]
         if num and not (min(chosen) >= 0 and -1 <= min(loaded.ids) <= max(loaded.ids) < num_known):
-            raise ValueError("ids of no tokens")
+            raise ValueError("ids outside of the vocabulary")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"no log probabilities: {error}") from None
+        raise ValueError(f"invalid log probabilities: {error}") from None
     return loaded
 
 

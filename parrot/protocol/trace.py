@@ -43,7 +43,7 @@ class SessionEvent(TraceEvent):
 
 class SessionLine(SessionEvent):
     event: Literal["session"] = "session"
-    tenant: str = Field(description="an id, as texts have")
+    tenant: str = Field(description="an anonymous id")
     on_demand: bool = False
 
 

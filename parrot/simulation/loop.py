@@ -111,7 +111,7 @@ def _explain(loop: AbstractEventLoop) -> str:
     names = sorted(f"{task.get_name()} ({_where(task)})" for task in asyncio.all_tasks(loop))
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
     return (
-        f"at {loop.time():.6g} s nothing is left to happen, but these tasks wait: "
+        f"at {loop.time():.6g} s no event is left, but these tasks still wait: "
         + ", ".join(names[:_MAX_NAMED])
         + more
     )

@@ -95,10 +95,10 @@ def load_trace(path: Path) -> Trace:
     trace = Trace()
     for number, event in enumerate(_parse(lines, str(path))):
         if number == 0 and not (isinstance(event, TraceHeader) and event.version == TRACE_VERSION):
-            raise ConfigError(f"{path}: no trace of version {TRACE_VERSION}; record it again")
+            raise ConfigError(f"{path}: not a trace of version {TRACE_VERSION}; record it again")
         trace.add(event)
     if not trace.sessions:
-        raise ConfigError(f"{path}: no session in it; run a program while it is recorded")
+        raise ConfigError(f"{path}: contains no session; run a program while ServeCore records")
     return trace
 
 

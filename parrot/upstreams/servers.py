@@ -76,8 +76,8 @@ class Upstreams:
         urls = [server.url for server in config.servers if server.forward_client_key]
         if urls and config.needs_keys:
             raise ConfigError(
-                "`servers`: `forward_client_key` excludes `api_keys` and `keys_file`: clients "
-                f"would send these keys, and {urls[0]} would get them"
+                "`servers`: `forward_client_key` cannot be used with `api_keys` or `keys_file`: "
+                f"clients would send these keys, and {urls[0]} would get them"
             )
         self._followers = [_Follower(one, fleet, clock, environ) for one in config.servers]
 

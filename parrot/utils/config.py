@@ -51,7 +51,7 @@ def parse_config_object(raw: bytes, path: str | Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path}: not valid {form}: {error}") from None
     if not isinstance(payload, dict):
-        raise ConfigError(f"{path}: must hold a {form} object, keys with values")
+        raise ConfigError(f"{path}: must contain a {form} object")
     return payload
 
 

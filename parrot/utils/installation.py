@@ -99,7 +99,7 @@ def conflict() -> str | None:
         return None
     return (
         f"another project's package is installed: {NAMESAKE} {other.version}. It replaces files of "
-        "Parrot, since both have the import name parrot"
+        "Parrot, because both use the import name parrot"
     )
 
 

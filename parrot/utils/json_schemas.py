@@ -107,7 +107,7 @@ def _check_bounds(schema: Mapping[str, Any]) -> None:
         for keyword, others in _EXCLUDING.items():
             for bound in _numbers(group, (keyword,)):
                 if any(abs(bound - other) < 1 for other in _numbers(group, others)):
-                    raise ValueError(f"`{keyword}` is not supported less than 1 from another bound")
+                    raise ValueError(f"`{keyword}` must differ from other bounds by at least 1")
 
 
 def _nodes(value: Any) -> Iterator[Json]:

@@ -8,8 +8,8 @@ from typing import Any
 def in_use(host: str, port: int) -> str:
     """The message for a port on which another server listens."""
     return (
-        f"port {port} of {host} is in use: `parrot ping` says whether a server answers there; "
-        "--port takes another, as does `port` in its config"
+        f"port {port} of {host} is in use: check with `parrot ping` whether a server answers, or "
+        "choose another port with --port or with `port` in the config"
     )
 
 

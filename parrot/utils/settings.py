@@ -134,7 +134,7 @@ def _variables(
             raise ConfigError(f"{name}: two underscores separate sections: write {wanted}")
         path = tuple(rest[1:].lower().split("__"))
         if not all(path):
-            raise ConfigError(f"{name}: names no key; parrot config show lists them")
+            raise ConfigError(f"{name}: unknown key; `parrot config show` lists all keys")
         yield name, path
 
 

@@ -11,7 +11,7 @@ class ElsewhereError(Exception):
     `may_stay`: the shards are preferred, in this order, but this shard may also answer."""
 
     def __init__(self, *shards: int, may_stay: bool = False) -> None:
-        super().__init__(f"shard {shards[0]} has it")
+        super().__init__(f"this belongs to shard {shards[0]}")
         self.shards = shards
         self.may_stay = may_stay
 

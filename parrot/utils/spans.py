@@ -148,7 +148,7 @@ def sampler_of(ratio: float | None, environ: Mapping[str, str]) -> TraceSampler:
     kind = name.removeprefix(_PARENT_BASED)
     if kind not in _KINDS:
         known = ", ".join([*_KINDS, *(_PARENT_BASED + kind for kind in _KINDS)])
-        raise ConfigError(f"{_SAMPLER}: {name!r:.80} is none of {known}")
+        raise ConfigError(f"{_SAMPLER}: {name!r:.80} is not one of {known}")
     root: Sampler = ALWAYS_ON if kind == "always_on" else ALWAYS_OFF
     if kind == "traceidratio":
         root = TraceIdRatioBased(_ratio(environ))
@@ -162,7 +162,7 @@ def _ratio(environ: Mapping[str, str]) -> float:
     except ValueError:
         ratio = -1.0
     if not 0 <= ratio <= 1:
-        raise ConfigError(f"{_ARGUMENT}: {text!r:.80} is no number from 0 to 1")
+        raise ConfigError(f"{_ARGUMENT}: {text!r:.80} is not a number from 0 to 1")
     return ratio
 
 

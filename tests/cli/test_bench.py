@@ -274,21 +274,27 @@ def test_errors_for_wrong_inputs_say_what_to_do(cluster: Cluster, tmp_path: Path
     nobody = f"http://127.0.0.1:{free_port('127.0.0.1', set())}"
     for args, advice in (
         ([nobody], "`parrot up MODEL` starts a server"),
-        (["nobody"], "not an http address: nobody; one is http://localhost:9000"),
+        (["nobody"], "not an http address: nobody; write it like http://localhost:9000"),
         ([url, "--against", nobody, "--workload", "chain"], "`parrot up MODEL` starts a server"),
-        ([url, "--workload", "chess"], "no workload 'chess': it may be requests, map_reduce"),
+        (
+            [url, "--workload", "chess"],
+            "unknown workload 'chess'; choose one of requests, map_reduce",
+        ),
         ([url, "--workload", "chain:speed=2"], "chain has no parameter 'speed': factor, documents"),
         ([url, "--workload", "chain:chunk=x"], "chunk must be a number, not 'x'"),
         ([url, "--workload", "chain:chunk"], "'chunk' is not KEY=VALUE"),
-        ([url, "--workload", "copilot:batch=999"], "requests were recorded, and not 999"),
+        (
+            [url, "--workload", "copilot:batch=999"],
+            "`batch` is 999, but only 288 requests are recorded",
+        ),
         (
             [url, "--workload", "chain", "--prefix_tokens", "3"],
-            "--prefix_tokens is no option of chain, which has --num_requests",
+            "--prefix_tokens is not an option of chain, which has --num_requests",
         ),
         ([url, "--prefix_tokens", "300"], "must be shorter than the prompt (256)"),
         ([url, "--model", "m"], "m is not served at http://127.0.0.1"),
-        ([url, "--model", "m"], "--model may be simulated"),
-        ([url, "--output", str(tmp_path / "no" / "f.json")], "no such folder; --output names"),
+        ([url, "--model", "m"], "--model accepts simulated"),
+        ([url, "--output", str(tmp_path / "no" / "f.json")], "no such folder; give --output"),
     ):
         assert advice in failed("bench", *args)
 

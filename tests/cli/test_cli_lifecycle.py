@@ -190,7 +190,7 @@ def test_launch_until_a_signal_and_a_second_one_of_the_same_ports(
     assert answer is not None
     assert {e["engine_name"] for e in answer[1]["engines"]} == {"engine-0", "engine-1"}
     launch.read_until("#key=")
-    assert lets_in(launch.output.split("Look at it: ")[1].split()[0])
+    assert lets_in(launch.output.split("Web page: ")[1].split()[0])
     args = ["-m", "parrot.cli", "launch", *paths, "--log_dir", str(tmp_path / "other")]
     second = Command(args, mark)
     assert second.end() == 1

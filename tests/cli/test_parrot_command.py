@@ -109,7 +109,7 @@ def test_ping_sends_no_token_by_default_and_shows_the_models(core: ThreadingHTTP
     handler.answers["/ready"] = (200, {"num_queued": None, "engines": None})
     result = parrot("ping", "--core", url(core))
     assert result.returncode == 0, result.stderr
-    assert "engines are up\n`parrot top` shows the engines" in result.stdout
+    assert "engines are registered\n`parrot top` shows the engines" in result.stdout
     sampling = {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.0}
     card = {"id": "embedded", "created": 0, "default_sampling": sampling}
     names = {"model_name": "embedded", "tokenizer_name": "embedded"}

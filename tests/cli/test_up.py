@@ -70,11 +70,11 @@ def test_folders_and_files_are_models(tmp_path: Path, monkeypatch: pytest.Monkey
     ("model", "message"),
     [
         ("qwen3_9b", "qwen3_9b: no such model. Did you mean qwen3_8b? It may be a sample config "),
-        ("FOLDER", "no config.json in it; a model is a folder with config.json"),
+        ("FOLDER", "it has no config.json; a model is a folder with config.json"),
         ("FOLDER/a.bin", "neither a .gguf nor a config"),
         ("FOLDER/none.gguf", "no such model"),
         ("FOLDER/none.yaml", "cannot be read: No such file"),
-        ("FOLDER/launch.json", "`parrot launch` takes launch files"),
+        ("FOLDER/launch.json", "Start a launch file with `parrot launch`"),
         ("./org/name", "no such model"),
     ],
 )
@@ -89,7 +89,7 @@ def test_the_error_for_an_invalid_model_names_valid_ones(
 
 
 def test_more_engines_than_gpus() -> None:
-    with pytest.raises(ConfigError, match="3 engines need a GPU each, and there are 2"):
+    with pytest.raises(ConfigError, match="3 engines need a GPU each, but there are only 2"):
         plan_engines("org/name", replace(ANY, engines=3), {}, 2)
     with pytest.raises(ConfigError, match=r"command line: `device`: String should match pattern"):
         plan_engines("org/name", replace(ANY, device="tpu"), {}, 0)
@@ -102,7 +102,7 @@ def test_engines_that_divide_a_model_have_several_gpus_each() -> None:
     parse_engine_config(engines[0], "planned")
     (engine,) = plan_engines("embedded", replace(ANY, tensor_parallel=3), {}, 0)
     assert engine["instance"]["tensor_parallel"] == 3
-    with pytest.raises(ConfigError, match="1 engines need 4 GPUs each, and there are 2"):
+    with pytest.raises(ConfigError, match="1 engines need 4 GPUs each, but there are only 2"):
         plan_engines("org/name", replace(ANY, tensor_parallel=4), {}, 2)
 
 
@@ -209,7 +209,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         result = parrot("up", "sim", "--port", str(port), "--log_dir", str(tmp_path))
     assert result.returncode == 1
     assert f"port {port} of 127.0.0.1 is in use" in result.stderr
-    assert "--port takes another" in result.stderr
+    assert "choose another port with --port" in result.stderr
 
 
 def test_a_single_server_reports_that_its_port_is_taken() -> None:
@@ -249,7 +249,7 @@ def test_config_show(tmp_path: Path) -> None:
     assert "PARROT_ENGINE__PROT: unknown key `prot`. Did you mean `port`?" in wrong.stderr
     launch = tmp_path / "launch.json"
     launch.write_text('{"engines": []}')
-    assert "give one of the configs that it names" in parrot("config", "show", str(launch)).stderr
+    assert "give one of its configs instead" in parrot("config", "show", str(launch)).stderr
 
 
 @pytest.mark.parametrize(

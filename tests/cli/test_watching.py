@@ -301,8 +301,8 @@ def test_lines_break_at_words(width: int, text: str, lines: list[str]) -> None:
     [
         ([said("a")], "the answer broke off; send the message again"),
         ([said("a"), '{"error": {"message": "the engine is gone"}}'], "the engine is gone"),
-        (["{"], "not an answer of OpenAI's API"),
-        (["[]"], "not an answer of OpenAI's API"),
+        (["{"], "the answer is not in OpenAI's format"),
+        (["[]"], "the answer is not in OpenAI's format"),
     ],
 )
 def test_an_answer_that_fails(chunks: list[str], message: str) -> None:

@@ -79,6 +79,6 @@ async def test_an_engine_with_a_token_does_not_join_a_servecore_without_one(
 ) -> None:
     """ServeCore requires no token here, but it cannot fetch the engine's tokenizer."""
     async with cluster(None, "sesame") as http, asyncio.timeout(30):
-        while "gave no tokenizer" not in caplog.text:
+        while "returned no tokenizer" not in caplog.text:
             await asyncio.sleep(0.02)
         assert await models(http) == []

@@ -37,7 +37,7 @@ def engine_alone(tmp_path: Path) -> Iterator[dict[str, Any]]:
     process.start(SIM | config)
     yield config
     process.stop()
-    assert "trying on" in process.log()
+    assert "retrying" in process.log()
 
 
 async def ready(client: EngineClient) -> None:

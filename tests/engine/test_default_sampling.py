@@ -112,7 +112,7 @@ def test_invalid_values_of_a_model_are_ignored(
     model = model_with(tmp_path / "model", **{"min_p": 0.1, field: "much"})
     found = open_checkpoint(model).default_sampling
     assert found == DefaultSampling(min_p=0.1)
-    assert f"`{field}` is 'much', which is ignored" in caplog.text
+    assert f"ignored `{field}` 'much'" in caplog.text
 
 
 def test_the_defaults_of_the_embedded_model() -> None:

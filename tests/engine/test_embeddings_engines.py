@@ -127,7 +127,7 @@ async def simulated() -> AsyncIterator[EngineClient]:
 
 async def test_a_simulated_engine_refuses_embeddings() -> None:
     async with simulated() as engine:
-        with pytest.raises(UnsupportedField, match="of type sim makes no embeddings"):
+        with pytest.raises(UnsupportedField, match="of type sim cannot compute embeddings"):
             await engine.embed(EmbedRequest(inputs=["a"]))
 
 

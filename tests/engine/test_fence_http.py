@@ -127,7 +127,7 @@ async def test_requests_that_overtake_the_registration_answer_wait_for_it() -> N
 async def test_an_older_attempt_of_a_call_is_refused() -> None:
     async with registered() as (client, fence, service, reorder, _):
         await client.generate(attempt(2, context_id=1))
-        with pytest.raises(Cancelled, match="attempt 1 comes after attempt 2"):
+        with pytest.raises(Cancelled, match="attempt 1 is outdated: attempt 2"):
             await client.generate(attempt(1, context_id=2))
         with pytest.raises(Cancelled):
             async for _ in client.generate_stream(attempt(1, context_id=3)):

@@ -408,7 +408,7 @@ async def test_registration_is_retried_after_a_wrong_token(scene, caplog):
     client.start()
     await clock.advance(20.0)
     assert [r.message for r in caplog.records if "wrong token" in r.message] == [
-        "ServeCore: wrong token; trying on"
+        "ServeCore: wrong token; retrying"
     ]
     client.error = None
     await clock.advance(MAX_RETRY_S)
@@ -422,9 +422,9 @@ async def test_each_reason_for_a_failed_registration_is_logged_once(scene, caplo
     await clock.advance(20.0)
     client.error = AuthenticationFailed("wrong token")
     await clock.advance(20.0)
-    assert [record.message for record in caplog.records if "trying on" in record.message] == [
-        "ServeCore: nobody there; trying on",
-        "ServeCore: wrong token; trying on",
+    assert [record.message for record in caplog.records if "retrying" in record.message] == [
+        "ServeCore: nobody there; retrying",
+        "ServeCore: wrong token; retrying",
     ]
 
 
@@ -466,7 +466,7 @@ async def test_registration_is_retried_while_the_name_of_the_core_is_unknown(mon
     await asyncio.gather(running, return_exceptions=True)
     await service.close()
     assert client.infos[0].host == "127.0.0.1"
-    assert "no way to core.example: Name or service not known; trying on" in caplog.text
+    assert "cannot reach core.example: Name or service not known; retrying" in caplog.text
 
 
 async def test_a_lost_engine_does_not_register_again(scene, monkeypatch):

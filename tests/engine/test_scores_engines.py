@@ -97,7 +97,7 @@ async def test_scores_in_batches_alone_and_in_chunks(folder: Path, engine_type: 
 
 async def test_a_simulated_engine_refuses_scores() -> None:
     async with simulated() as engine:
-        with pytest.raises(UnsupportedField, match="and scores no prompts"):
+        with pytest.raises(UnsupportedField, match="or score prompts"):
             await engine.score(ScoreRequest(inputs=["a"]))
 
 
@@ -141,6 +141,6 @@ async def test_a_server_with_only_the_chat_endpoint_is_refused() -> None:
             OpenAIConfig.model_validate({"model": "gpt-fake", "instance": instance})
         )
         await service.start()
-        with pytest.raises(UnsupportedField, match="chats are not echoed"):
+        with pytest.raises(UnsupportedField, match="does not support `echo` for chats"):
             await score(service, ScoreRequest(inputs=["one two"]))
         await service.close()

@@ -101,7 +101,7 @@ def test_the_last_attempt_counts_as_it_is(vm: P.VirtualMachine, engine: FakeEngi
     with vm.running_scope():
         var = age("Ada")
         told = tell(var)
-        with pytest.raises(ValidationFailed, match="is no Age"):
+        with pytest.raises(ValidationFailed, match="is not a valid Age"):
             var.get()
         assert var.content == BAD
         told.get()
@@ -362,13 +362,13 @@ def test_invalid_options_of_retries_and_fallbacks() -> None:
         ({"feed_back": True}, ValueError, "feed_back needs retries"),
         ({"attempt_timeout": 3}, ValueError, "attempt_timeout needs retries"),
         ({"retries": 1, "attempt_timeout": 0}, ValueError, "attempt_timeout needs"),
-        ({"fallback": len}, TypeError, "must be a function of Parrot"),
+        ({"fallback": len}, TypeError, "must be a semantic or native function"),
         ({"fallback": tell}, ValueError, "`tell` has 1 output, but `two` has 2 outputs"),
         ({"retries": 1, "feed_back": True}, ValueError, "one output"),
     ):
         with pytest.raises(error, match=message):
             decorate(**options)(two)
-    with pytest.raises(ValueError, match="needs `text`, which `other` has not"):
+    with pytest.raises(ValueError, match="needs `text`, but `other` has no such parameter"):
 
         @P.semantic_function(fallback=tell)
         def other(x: P.Input) -> P.Returns[str]:
@@ -384,10 +384,10 @@ def test_invalid_options_of_retries_and_fallbacks() -> None:
 
 def test_only_calls_without_retries_keep_contexts(vm: P.VirtualMachine) -> None:
     with vm.running_scope():
-        with pytest.raises(InvalidRequest, match="keeps no context"):
+        with pytest.raises(InvalidRequest, match="cannot be called statefully"):
             age.invoke_statefully(age, "Ada")
         tell.invoke_statefully(age, "Ada")
-        with pytest.raises(InvalidRequest, match="keeps no context"):
+        with pytest.raises(InvalidRequest, match="cannot be called statefully"):
             age("Bob")
 
 

@@ -79,8 +79,8 @@ def test_positional_arguments_skip_outputs_and_keywords_bind_all() -> None:
         ((1, 2, 3, 4), {}, ValueError, "at most 3 positional"),
         ((1, 2, 3), {"a": 1}, TypeError, "two values for `a`"),
         ((1, 2, 3), {"q": 1}, TypeError, "no parameter `q`"),
-        ((1, 2), {}, TypeError, "misses a value for `n`"),
-        ((), {"b": 1, "n": 2}, TypeError, "misses a value for `a`"),
+        ((1, 2), {}, TypeError, "needs a value for `n`"),
+        ((), {"b": 1, "n": 2}, TypeError, "needs a value for `a`"),
         ((1, 2, 3), {"y": "text"}, TypeError, "output `y` takes a SemanticVariable, not str"),
     ],
 )
@@ -93,7 +93,7 @@ def test_wrong_arguments(
 
 def test_one_variable_cannot_be_two_outputs() -> None:
     made = P.variable()
-    with pytest.raises(TypeError, match="one variable for two outputs"):
+    with pytest.raises(TypeError, match="the same variable for two outputs"):
         f(1, 2, 3, y=made, z=made)
 
 

@@ -65,7 +65,7 @@ def test_a_text_that_is_not_a_valid_object(
     with vm.running_scope():
         var = describe("Who?")
         for _ in range(2):
-            with pytest.raises(ValidationFailed, match="`person` is no Person"):
+            with pytest.raises(ValidationFailed, match="`person` is not a valid Person"):
                 var.get()
         assert var.content == text
 
@@ -81,7 +81,7 @@ def test_choices_and_expressions_reach_the_engine(vm: P.VirtualMachine, engine: 
 
 
 def test_invalid_constraints() -> None:
-    with pytest.raises(TypeError, match="not a type of JSON values"):
+    with pytest.raises(TypeError, match="cannot be described by a JSON schema"):
         P.Output(json_schema=FakeEngine)
     with pytest.raises(ValueError, match="exclude each other"):
         P.Output(choices=["a"], regex="a")

@@ -130,7 +130,7 @@ def a_lambda() -> Any:
         (is_async, "not async"),
         (is_a_generator, "not async or `yield`"),
         (has_no_output, "no output"),
-        (samples, "nothing is sampled for `c`"),
+        (samples, "output `c` cannot have a sampling_config"),
         (returns, "return annotation"),
         (without_source(), "source text"),
         (a_lambda(), "made with `def`"),

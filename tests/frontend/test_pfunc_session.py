@@ -215,9 +215,9 @@ class TestVariables:
             known.get()
         with vm.running_scope():
             assert ask(known).get() == "<Q <Q x A > A >"
-            with pytest.raises(InvalidRequest, match="another session"):
+            with pytest.raises(InvalidRequest, match="does not belong to this session"):
                 ask(unknown)
-            with pytest.raises(InvalidRequest, match="another session"):
+            with pytest.raises(InvalidRequest, match="belongs to another session"):
                 ask("x", answer=unknown)
         with pytest.raises(SessionGone):
             unknown.get()

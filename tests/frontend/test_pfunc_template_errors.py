@@ -57,12 +57,12 @@ def no_place(
     [
         (a_wrong_name, "`topc`: did you mean `topic`?", 3, "{{topc}}"),
         (an_unknown_name, "no parameter `something`, only `topic`, `joke`", 1, "{{something}}"),
-        (single_braces, "`{topic}` is no placeholder: write {{topic}}", 1, "{topic}"),
+        (single_braces, "`{topic}` is not a placeholder: write {{topic}}", 1, "{topic}"),
         (spaces, "write {{topic}}", 1, "{{ topic }}"),
-        (filled_twice, "`joke` is filled twice", 3, "{{joke}}"),
+        (filled_twice, "`joke` occurs twice in the template", 3, "{{joke}}"),
         (adjacent, "`joke` and `why` are adjacent", 1, "{{why}}"),
         (output_first, "`joke` is at the start of the prompt", 1, "{{joke}}"),
-        (no_place, "output `joke` has no place in the template: write {{joke}}", 2, "joke"),
+        (no_place, "output `joke` is not in the template: write {{joke}}", 2, "joke"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -89,7 +89,7 @@ def test_a_template_without_a_file_shows_its_line() -> None:
         "        ^^^^^",
     ]
     made = vm.define_function("f", "One\nTwo {{x}} three {{y}}", params)
-    with pytest.raises(TypeError, match="misses a value for `x`\n  template, line 2\n"):
+    with pytest.raises(TypeError, match="needs a value for `x`\n  template, line 2\n"):
         made()
 
 
@@ -122,7 +122,7 @@ def tell(topic: P.Input, style, joke: P.Output):
 
 
 def test_errors_of_calls_name_missing_inputs_and_their_places() -> None:
-    with pytest.raises(TypeError, match=r"tell\(\) misses a value for `style`") as caught:
+    with pytest.raises(TypeError, match=r"tell\(\) needs a value for `style`") as caught:
         tell("birds")
     _, place, shown, carets = str(caught.value).split("\n")
     assert place.startswith(f'  File "{__file__}", line ')

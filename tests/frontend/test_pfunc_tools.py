@@ -110,7 +110,7 @@ class TestTool:
     def test_invalid_tools(self) -> None:
         with pytest.raises(ValueError, match="cannot be the name of a tool"):
             P.tool(lambda x: x)
-        with pytest.raises(ValueError, match="must have a name of its own"):
+        with pytest.raises(ValueError, match="cannot be passed by name"):
             P.tool(lambda *xs: xs, name="f")  # type: ignore[call-overload]
         with pytest.raises(ValueError, match="max_chars must be at least 1"):
             P.tool(name="f", max_chars=0)(lambda x: x)
@@ -124,7 +124,7 @@ class TestTool:
         def unknown(x: "NoSuchType") -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
         for function in (opaque, unknown):
-            with pytest.raises(TypeError, match="cannot be said in JSON"):
+            with pytest.raises(TypeError, match="cannot be described by a JSON schema"):
                 P.tool(function)
 
 
@@ -252,7 +252,7 @@ class TestAgent:
             calls = P.Agent([read], max_calls=2).run("Read.").calls
         assert [call.arguments for call in calls] == [{"page": 0}, {"page": 1}, {}]
         assert calls[2].result == (
-            "Error: InvalidRequest: 7 more calls were not made: 2 in a turn at most"
+            "Error: InvalidRequest: 7 more calls were not made: the limit is 2 per turn"
         )
         told = engine.prompts[1]
         assert [told.count(f"{page}" * 3000 + "... (2000 more") for page in (0, 1)] == [1, 1]

@@ -315,7 +315,7 @@ async def test_the_error_for_other_versions_contains_no_password(
         address: "schema version 99",
         missing: "does not exist",
         missing.replace("admin", "nobody"): "authentication failed",
-        f"postgresql://admin:{PASSWORD}@:x:y/z": "not an address like",
+        f"postgresql://admin:{PASSWORD}@:x:y/z": "must be an address like",
         "postgresql://admin:secret@127.0.0.1:1/x": "refused",
     }
     for bad, reason in refused.items():

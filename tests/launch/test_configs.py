@@ -74,7 +74,7 @@ def test_launch_file_resolves_paths_and_overrides(tmp_path: Path, sim: Path, cor
         ({"core": {"port": "x"}, "engines": ["sim.json"]}, "core: `port`: .*valid integer"),
         ({"engine_type": "sim", "port": 0}, "`port`"),
         ({"hots": "x"}, "unknown key `hots`"),
-        ([], "must hold a JSON object"),
+        ([], "must contain a JSON object"),
         ({"engines": []}, "no engine among"),
     ],
 )

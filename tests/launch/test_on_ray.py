@@ -238,7 +238,7 @@ def test_detached_scaled_and_with_several_gpus(cluster: Any, tmp_path: Path) -> 
 
         again = service.launch("--name", "two", str(service.file))
         assert again.wait(PATIENCE_S) == 1
-        assert "a service named 'two' is on this cluster" in service.output.read_text()
+        assert "a service named 'two' already runs on this cluster" in service.output.read_text()
 
         core_pids, engine_pids = service.pids("core"), service.pids("small-0")
         ray.kill(ray.get_actor("supervisor", "parrot-two"), no_restart=False)
@@ -305,9 +305,9 @@ def test_stop_ends_all_servers_of_an_unfinished_launch(cluster: Any, tmp_path: P
     process.kill()
     process.wait()
     assert service.launch("--name", "three", str(service.file)).wait(PATIENCE_S) == 1
-    assert "--stop ends it" in service.output.read_text()
+    assert "stop it with --stop" in service.output.read_text()
     code, output = stop()
-    assert (code, "Ended: big, core, engine-0, supervisor" in output) == (0, True), output
+    assert (code, "Stopped: big, core, engine-0, supervisor" in output) == (0, True), output
     check_nothing_is_left()
 
     process = service.launch("--name", "three", "--detach", str(service.file))
@@ -315,7 +315,7 @@ def test_stop_ends_all_servers_of_an_unfinished_launch(cluster: Any, tmp_path: P
     ray.kill(ray.get_actor("supervisor", "parrot-three"), no_restart=True)
     assert process.wait(PATIENCE_S) == 1
     code, output = stop()
-    assert (code, "Ended: big, core, engine-0" in output) == (0, True), output
+    assert (code, "Stopped: big, core, engine-0" in output) == (0, True), output
     check_nothing_is_left()
 
     service = Service(
@@ -335,7 +335,7 @@ def test_stop_ends_all_servers_of_an_unfinished_launch(cluster: Any, tmp_path: P
     first.kill()
     first.wait()
     code, output = stop()
-    assert (code, "Ended: core, engine-0, supervisor" in output) == (0, True), output
+    assert (code, "Stopped: core, engine-0, supervisor" in output) == (0, True), output
     client.join(PATIENCE_S)
     assert answered
     check_nothing_is_left()
@@ -344,7 +344,7 @@ def test_stop_ends_all_servers_of_an_unfinished_launch(cluster: Any, tmp_path: P
     process = service.launch("--name", "three", str(service.file))
     service.wait_ready(process)
     code, output = stop()
-    assert (code, "Ended: core, engine-0" in output) == (0, True), output
+    assert (code, "Stopped: core, engine-0" in output) == (0, True), output
     assert process.wait(PATIENCE_S) == 0
     check_nothing_is_left()
 

@@ -57,11 +57,14 @@ def test_the_environment_names_a_sampler(
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"OTEL_TRACES_SAMPLER": "jaeger_remote"}, "OTEL_TRACES_SAMPLER: 'jaeger_remote' is none"),
+        (
+            {"OTEL_TRACES_SAMPLER": "jaeger_remote"},
+            "OTEL_TRACES_SAMPLER: 'jaeger_remote' is not one of",
+        ),
         *(
             (
                 {"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": text},
-                "OTEL_TRACES_SAMPLER_ARG: .* is no number from 0 to 1",
+                "OTEL_TRACES_SAMPLER_ARG: .* is not a number from 0 to 1",
             )
             for text in ("all", "-0.1", "1.5", "nan", "inf")
         ),

@@ -166,5 +166,5 @@ async def test_an_invalid_chunk_does_not_affect_other_outputs(
     engine.answer.set()
     await asyncio.gather(*calls)
     assert [chunk.text for chunk in found] == ["b"]
-    assert "could not be taken" in caplog.text
+    assert "could not be processed" in caplog.text
     await client.close()

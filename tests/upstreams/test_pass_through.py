@@ -346,7 +346,7 @@ def _written(folder: Path) -> bytes:
 
 def test_parrots_own_keys_are_not_sent_to_a_server() -> None:
     servers = [{"url": "http://h/v1", "forward_client_key": True}]
-    with pytest.raises(ConfigError, match="`forward_client_key` excludes `api_keys`"):
+    with pytest.raises(ConfigError, match="`forward_client_key` cannot be used with `api_keys`"):
         create_app(
             ServeCore(parse_config(CoreConfig, {"servers": servers, "api_keys": ["k"]}, "test"))
         )

@@ -80,7 +80,7 @@ def test_variables_set_keys_of_a_section_that_may_be_absent() -> None:
             "unknown key `global_scheduler.x`.",
         ),
         ("PARROT_CORE_PORT", "1", "write PARROT_CORE__PORT"),
-        ("PARROT_CORE__", "1", "PARROT_CORE__: names no key"),
+        ("PARROT_CORE__", "1", "PARROT_CORE__: unknown key"),
         ("PARROT_CORE__SHARDS__INDICES", "1", "Did you mean `index`?"),
         (
             "PARROT_CORE__PORT__X",
@@ -154,8 +154,8 @@ def test_yaml_is_parsed_like_json(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("port: [1", r"core.yaml: not valid YAML: .* \(line 1, column 9\)"),
-        ("- a", "must hold a YAML object"),
-        ("", "must hold a YAML object"),
+        ("- a", "must contain a YAML object"),
+        ("", "must contain a YAML object"),
         ("1: 2", "not valid YAML: Dict key must be str"),
         ("port: !!python/object/apply:os.getpid []", "could not determine a constructor"),
         ("port: !!binary aGk=", "not JSON serializable"),

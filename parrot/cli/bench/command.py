@@ -56,7 +56,7 @@ class BenchOptions:
 def bench(url: str, options: BenchOptions) -> None:
     """Raises `SystemExit` if a side completed no job, or at a signal."""
     if options.output is not None and not options.output.parent.is_dir():
-        fail(f"{options.output.parent}: no such folder; --output names a file in one that exists")
+        fail(f"{options.output.parent}: no such folder; give --output a file in an existing folder")
     # A server may have cached the texts of an earlier run, so each run draws new ones by default.
     seed = random.SystemRandom().randrange(2**32) if options.seed is None else options.seed
     try:
@@ -97,7 +97,7 @@ def _addresses(url: str, options: BenchOptions) -> list[Address]:
     """Raises `ValueError`."""
     for given in (url, *options.against):
         if urlsplit(given).scheme not in ("http", "https") or not urlsplit(given).netloc:
-            raise ValueError(f"not an http address: {given}; one is http://localhost:9000")
+            raise ValueError(f"not an http address: {given}; write it like http://localhost:9000")
     own = ("--api-key, or PARROT_KEY in the environment", "--model")
     theirs = ("--against-api-key, or PARROT_AGAINST_KEY in the environment", "--against-model")
     first = Address(url, options.api_key, options.model, *own)
@@ -218,5 +218,5 @@ def _write(path: Path, report: dict[str, Any]) -> None:
     try:
         path.write_text(json.dumps(report, indent=1) + "\n")
     except OSError as error:
-        fail(f"{path}: {error.strerror}; --output names another file")
+        fail(f"{path}: {error.strerror}; choose another file with --output")
     OUT.print(f"The figures: {escape(str(path))}", soft_wrap=True)

@@ -130,7 +130,7 @@ def _text(answer: Any, chat_field: str) -> str:
         said = choice[chat_field].get("content") if chat_field in choice else choice.get("text")
         return said or ""
     except (KeyError, IndexError, TypeError, AttributeError):
-        raise InternalError("the server's answer is not one of OpenAI's API") from None
+        raise InternalError("the server's answer is not in OpenAI's format") from None
 
 
 def _fields(call: ProgramCall) -> dict[str, Any]:

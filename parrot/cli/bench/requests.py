@@ -80,7 +80,9 @@ class Copilot(Workload):
         rng = random.Random(self.seed)
         recorded = (_FOLDER / "copilot_prompt_lengths.txt").read_text().split()
         if self.batch > len(recorded):
-            raise ValueError(f"{len(recorded)} requests were recorded, and not {self.batch}")
+            raise ValueError(
+                f"`batch` is {self.batch}, but only {len(recorded)} requests are recorded"
+            )
         lengths = rng.sample([int(length) for length in recorded], self.batch)
         systems = [i % self.systems for i in range(self.batch)]
         # Shuffle: in cyclic order, round robin could give each engine a single system prompt.

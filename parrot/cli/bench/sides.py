@@ -141,7 +141,7 @@ async def _model(http: HttpClient, address: Address) -> str:
         )
     if address.model is not None and address.model not in served:
         raise CannotMeasure(
-            f"{address.model} is not served at {address.url}; {address.model_option} may be "
+            f"{address.model} is not served at {address.url}; {address.model_option} accepts "
             f"{', '.join(served)}"
         )
     return served[0] if address.model is None else address.model

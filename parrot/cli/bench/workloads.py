@@ -107,7 +107,7 @@ def parse_workload(text: str) -> tuple[str, dict[str, str]]:
     """The name and the changes in NAME[:KEY=VALUE,...]. Raises `ValueError`."""
     name, _, rest = text.partition(":")
     if name not in WORKLOADS:
-        raise ValueError(f"no workload {name!r}: it may be {', '.join(WORKLOADS)}")
+        raise ValueError(f"unknown workload {name!r}; choose one of {', '.join(WORKLOADS)}")
     return name, dict(_pair(part) for part in rest.split(",") if part)
 
 
@@ -127,7 +127,7 @@ def parse_load(
         if option not in named.options:
             own = ", ".join(f"--{known}" for known in named.options)
             raise ValueError(
-                f"--{option} is no option of {name}, which has {own}; "
+                f"--{option} is not an option of {name}, which has {own}; "
                 f"--workload {name}:KEY=VALUE sets {', '.join(named.workload.parameters())}"
             )
         changes[named.options[option]] = str(value)

@@ -134,7 +134,7 @@ def keep(path: Path, code: bytes) -> None:
         temporary.write_bytes(sealed(code))
         temporary.replace(path)
     except OSError as error:
-        logger.info("compiled kernels are not kept: %s", error)
+        logger.info("compiled kernels cannot be cached: %s", error)
 
 
 def _compile(dtype: str, path: Path) -> bytes:

@@ -208,7 +208,7 @@ def _text(field: str, wanted: Any) -> str:
         if isinstance(wanted, str):
             wanted = json.loads(_within_size(wanted))
         if not isinstance(wanted, dict):
-            raise ValueError("a JSON schema is an object")
+            raise ValueError("a JSON schema must be an object")
         check_size(wanted, MAX_GRAMMAR)
         wanted = json.dumps(wanted, ensure_ascii=False)
     elif field == "choices":

@@ -162,7 +162,7 @@ class Constraint:
 
     def _fail(self, reason: str) -> InvalidRequest:
         first = reason.partition("\n")[0][:_MAX_REASON]
-        text = f"`{self._field}` cannot be followed: {first}"
+        text = f"the output cannot follow `{self._field}`: {first}"
         self._error = InvalidRequest(text, param=self._field)
         return self._error
 

@@ -49,7 +49,7 @@ def _usable(values: Mapping[str, Any], source: str) -> DefaultSampling:
             DefaultSampling.model_validate({name: value})
         except ValidationError as error:
             message = error.errors()[0]["msg"]
-            logger.warning("%s: `%s` is %.99r, which is ignored: %s", source, name, value, message)
+            logger.warning("%s: ignored `%s` %.99r: %s", source, name, value, message)
         else:
             found[name] = value
     return DefaultSampling.model_validate(found)

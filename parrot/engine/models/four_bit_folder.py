@@ -181,7 +181,7 @@ def _in_order(
         if not torch.equal(groups.long(), consecutive):
             order = groups.argsort(stable=True)
             if not torch.equal(groups[order].long(), consecutive):
-                raise TypeError("its groups do not have one size")
+                raise TypeError("its groups differ in size")
             codes = codes[:, order]
     matrix = CodedMatrix.with_zeros(codes.contiguous(), scales.contiguous(), zeros.contiguous())
     return _Found(matrix, order)

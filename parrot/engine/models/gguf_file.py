@@ -96,7 +96,7 @@ class _Header:
             return self.scalar("<" + _SCALARS[kind])
         item_kind, count = self.scalar("<I"), self.scalar("<Q")
         _bounded(count, _MAX_ITEMS, "items of an array")
-        _bounded(depth, _MAX_NESTED, "arrays in each other")
+        _bounded(depth, _MAX_NESTED, "levels of nested arrays")
         if item_kind in _SCALARS:
             values = np.frombuffer(self._data, "<" + _SCALARS[item_kind], count, self.position)
             self.position += values.nbytes
@@ -112,7 +112,7 @@ class _Header:
 
 def _bounded(count: int, most: int, what: str) -> int:
     if count > most:
-        raise ValueError(f"{count} {what} are more than {most}")
+        raise ValueError(f"{count} {what}; the limit is {most}")
     return count
 
 
@@ -196,7 +196,7 @@ class GGUFFile:
         tensors = dict(header.tensor() for _ in range(num_tensors))
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
-            raise ValueError(f"an alignment of {alignment!r:.80}")
+            raise ValueError(f"an invalid alignment: {alignment!r:.80}")
         return metadata, tensors, -(-header.position // alignment) * alignment
 
     def _hf_config(self, architecture: str) -> HFConfig:

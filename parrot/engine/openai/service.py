@@ -284,7 +284,7 @@ class OpenAIService:
 
     async def follow(self, context_id: int) -> AsyncGenerator[StreamChunk]:
         raise UnsupportedField(
-            "this engine cannot follow an output: its server sends the whole answer at once"
+            "this engine cannot stream to followers: its server sends the whole answer at once"
         )
         yield
 

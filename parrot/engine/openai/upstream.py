@@ -219,8 +219,8 @@ def _api_key(config: OpenAIConfig, environ: Mapping[str, str]) -> str | None:
     key = instance.api_key or next(filter(None, found), None)
     if key is None and (instance.is_azure or _base_url(config) == OPENAI_URL):
         raise ConfigError(
-            "`instance.api_key`: needed, here or in the environment variable OPENAI_API_KEY, "
-            "unless `instance.base_url` names a server that asks for none"
+            "`instance.api_key`: required, here or in the environment variable OPENAI_API_KEY, "
+            "unless `instance.base_url` is a server that needs no key"
         )
     return key
 
@@ -576,7 +576,7 @@ class Upstream:
         token, because some servers reject 0. Raises `UnsupportedField` if the server returns no
         log probabilities."""
         if self._target.is_chat:
-            raise UnsupportedField("chats are not echoed by the server", param="echo")
+            raise UnsupportedField("the server does not support `echo` for chats", param="echo")
         sampling = SamplingConfig(temperature=0.0, max_gen_length=1, logprobs=num_top)
         await self.check_with_probe(sampling.needs())
         question = Question(prompt, sampling, salt, echoes=True, client_key=client_key)

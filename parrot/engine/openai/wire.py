@@ -362,7 +362,7 @@ class _Embedding(BaseModel):
         `EngineFailed` for a vector that is 0 or not finite."""
         vector = [value for value in self.embedding if not isinstance(value, list)]
         if len(vector) < len(self.embedding):
-            text = "the server behind this engine makes an embedding of each token, not of a text"
+            text = "the server behind this engine returns an embedding per token, not per text"
             raise UnsupportedField(text, param="model")
         length = hypot(*vector)
         if not isfinite(length) or not length:

@@ -174,8 +174,8 @@ def rank_device(config: BuiltinConfig, member: RankMember | None) -> torch.devic
         size, rank = member.group.size, member.group.rank
     if first + size > torch.cuda.device_count():
         raise ConfigError(
-            f"`device` and `instance.tensor_parallel` ask for {size} CUDA devices from "
-            f"cuda:{first} on, and torch sees {torch.cuda.device_count()} in all"
+            f"`device` and `instance.tensor_parallel` need {size} CUDA devices, starting "
+            f"at cuda:{first}, but torch sees only {torch.cuda.device_count()}"
         )
     device = torch.device("cuda", first + rank)
     torch.cuda.set_device(device)  # Events are recorded on the current device's stream.
@@ -204,9 +204,9 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
     least = _MIN_HEAD_DIM * (2 if quantised else 1)
     head_dim = spec.attention.head_dim
     if not least <= head_dim <= _MAX_HEAD_DIM or not _is_power_of_two(head_dim):
-        reasons.append(f"the kernels have no heads of size {head_dim}")
+        reasons.append(f"the kernels do not support heads of size {head_dim}")
     if len(spec.layer_groups()) > 1:
-        reasons.append("the kernels need heads of one shape in all layers")
+        reasons.append("the kernels need heads of the same shape in all layers")
     if size < _BLOCK_SIZE or not _is_power_of_two(size):
         reasons.append(f"`instance.block_size` {size} is not a power of two of 16 or more")
     if quantised and torch.cuda.get_device_capability(device) < E4M3:

@@ -102,7 +102,7 @@ def _schema_of(kind: Any) -> dict[str, Any]:
         schema = _closed(TypeAdapter(kind).json_schema())
     except PydanticUserError as error:
         problem = error.message.partition(". ")[0]
-        raise TypeError(f"{kind!r} is not a type of JSON values: {problem}") from None
+        raise TypeError(f"{kind!r} cannot be described by a JSON schema: {problem}") from None
     return schema
 
 
@@ -186,12 +186,14 @@ def _typed_output(kind: Any, options: Output | SamplingConfig) -> Output:
         return options
     sampling = options.sampling_config
     if any(getattr(sampling, name) is not None for name in CONSTRAINTS):
-        raise ValueError(f"P.Returns[{kind!r}] constrains the output: its options must not")
+        raise ValueError(
+            f"P.Returns[{kind!r}] constrains the output, so its options must not constrain it too"
+        )
     if get_origin(kind) is not Literal:
         return Output(sampling, json_schema=kind)
     choices = get_args(kind)
     if not all(isinstance(choice, str) for choice in choices):
-        raise TypeError(f"{kind!r} has choices that are no texts")
+        raise TypeError(f"{kind!r} has choices that are not strings")
     return Output(sampling, choices=choices)
 
 

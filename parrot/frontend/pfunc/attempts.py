@@ -52,7 +52,9 @@ class Attempts:
         if self.fallback is None:
             return
         if not isinstance(self.fallback, Signature):
-            raise TypeError(f"the fallback must be a function of Parrot, not {self.fallback!r}")
+            raise TypeError(
+                f"the fallback must be a semantic or native function, not {self.fallback!r}"
+            )
         other = self.fallback
         if len(other.outputs) != len(func.outputs):
             raise ValueError(
@@ -62,7 +64,7 @@ class Attempts:
         for param in other.inputs:
             if param.is_required and param.name not in func.params_map:
                 problem = f"the fallback `{other.name}` needs `{param.name}`"
-                raise ValueError(f"{problem}, which `{func.name}` has not")
+                raise ValueError(f"{problem}, but `{func.name}` has no such parameter")
 
 
 def _outputs(func: Signature) -> str:

@@ -47,7 +47,7 @@ class BasicCall(ABC):
         for param in self.new_outputs:
             self.bindings[param.name] = SemanticVariable(param.name, model=param.model)
         if len(set(map(id, self.output_vars))) < len(func.outputs):
-            raise TypeError(f"{func.name}() got one variable for two outputs")
+            raise TypeError(f"{func.name}() got the same variable for two outputs")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.func.name}, {self.bindings})"
@@ -179,7 +179,7 @@ class BasicCall(ABC):
             if param.name not in self.bindings:
                 if param.is_required:
                     where = func.line_of(param)
-                    raise TypeError(f"{func.name}() misses a value for `{param.name}`{where}")
+                    raise TypeError(f"{func.name}() needs a value for `{param.name}`{where}")
                 self.bindings[param.name] = self._bound(param, param.default)
 
     def _bound(self, param: Parameter, value: Any) -> Value:
@@ -274,9 +274,9 @@ def _source(
     if param.is_output:
         if not value.is_registered:
             return {}  # ServeCore creates the variable.
-        raise InvalidRequest(f"{given}output `{name}`, is of another session", param=name)
+        raise InvalidRequest(f"{given}output `{name}`, belongs to another session", param=name)
     if value.content is not None:
         return {"value": value.content}
     raise InvalidRequest(
-        f"{given}`{name}`, has no value and is of another session or of none", param=name
+        f"{given}`{name}`, has no value and does not belong to this session", param=name
     )

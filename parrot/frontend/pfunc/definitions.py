@@ -67,7 +67,9 @@ class SemanticDefinition(Signature):
         new = copy(self)
         new.body = parse_body(template, self.params_map)
         if new.locations != self.locations:
-            raise ValueError(f"a transform of `{self.name}` changes more than its constants")
+            raise ValueError(
+                f"a transform of `{self.name}` may change only constants of the template"
+            )
         return new
 
     def with_metadata(self, **changes: Any) -> Self:
@@ -95,7 +97,9 @@ class NativeDefinition(Signature):
 
 def _without_sampling(name: str, param: Parameter) -> Parameter:
     if param.sampling_config not in (None, SamplingConfig()):
-        raise ValueError(f"native function `{name}`: nothing is sampled for `{param.name}`")
+        raise ValueError(
+            f"native function `{name}`: output `{param.name}` cannot have a sampling_config"
+        )
     return replace(param, sampling_config=None)
 
 

@@ -165,7 +165,7 @@ class SemanticFunction(BasicFunction[Given, Result], SemanticDefinition):
         if self.attempts.are_many:
             if successor is not None or self in session.contexts:
                 raise InvalidRequest(
-                    f"`{self.name}` has retries or a fallback: it keeps no context"
+                    f"`{self.name}` has retries or a fallback, so it cannot be called statefully"
                 )
             from parrot.frontend.pfunc.trials import submit_trial
 

@@ -101,9 +101,9 @@ def output_names(template: str, inputs: Sequence[str], number: int) -> list[str]
         return list(places)
     found = ", ".join(f"`{name}`" for name in places) or "none"
     problem = (
-        f"P.Returns has {number} output{'s' * (number > 1)}, each at the place of a placeholder"
+        f"P.Returns has {number} output{'s' * (number > 1)}, so the template needs {number} "
+        f"placeholder{'s' * (number > 1)} without a parameter; it has {found}"
     )
-    problem += f" that is no parameter, of which the template has {found}"
     wrong = (name for name in places if get_close_matches(name, inputs, 1))
     name = next(wrong, next(reversed(places), ""))
     if name not in places:
@@ -155,7 +155,7 @@ def check_body(body: Sequence[FuncBodyPiece], params: Iterable[Parameter]) -> No
     filled: set[str] = set()
     for place in places:
         if place.param.name in filled:
-            raise wrong(f"output `{place.param.name}` is filled twice", place)
+            raise wrong(f"output `{place.param.name}` occurs twice in the template", place)
         filled.add(place.param.name)
     used = {piece.param.name for piece in body if isinstance(piece, ParameterLoc)}
     for param in params:
@@ -169,10 +169,10 @@ def _check_unused(param: Parameter, template: str) -> None:
     right = placeholder(param.name)
     for found in _BRACES.finditer(template):
         if found[1] == param.name:
-            problem = f"`{found[0]}` is no placeholder: write {right}"
+            problem = f"`{found[0]}` is not a placeholder: write {right}"
             raise TemplateError(problem, template, *found.span())
     if param.is_output:
-        problem = f"output `{param.name}` has no place in the template: write {right} where it is"
+        problem = f"output `{param.name}` is not in the template: write {right} at its position"
         raise TemplateError(problem, template, parameter=param.name)
 
 

@@ -190,9 +190,7 @@ def _parameters(pyfunc: Callable[..., Any]) -> list[Parameter]:
     params = []
     for param in inspect.signature(pyfunc).parameters.values():
         if param.kind not in _NAMED_KINDS:
-            raise ValueError(
-                f"`{_name_of(pyfunc)}`: parameter `{param}` must have a name of its own"
-            )
+            raise ValueError(f"`{_name_of(pyfunc)}`: parameter `{param}` cannot be passed by name")
         role = role_of(param.annotation, pyfunc, param.name)
         if isinstance(role, Output):
             params.append(_output(param.name, role, param.default))

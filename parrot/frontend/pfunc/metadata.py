@@ -25,7 +25,7 @@ def parse_criteria(value: Criteria) -> PerformanceCriteria:
         return PerformanceCriteria(value)
     except ValueError:
         allowed = ", ".join(PerformanceCriteria)
-        raise ValueError(f"{value!r} is not a performance criteria, use one of {allowed}") from None
+        raise ValueError(f"{value!r} is not one of the performance criteria {allowed}") from None
 
 
 def _without_placeholder(text: str) -> str:

@@ -103,8 +103,8 @@ class SemanticVariable(Generic[Value]):
         because the other text would be wrong without an error."""
         if self._content is None:
             raise TypeError(
-                f"variable `{self.name}` has no value here yet, so it cannot be made part of a "
-                "text: give it to a call as an argument of its own, or read it first, with get()"
+                f"variable `{self.name}` has no value here yet, so it cannot become part of a "
+                "string: pass it to a call as a separate argument, or read it first with get()"
             )
         return self._content
 
@@ -198,7 +198,7 @@ class SemanticVariable(Generic[Value]):
             first = error.errors(include_url=False, include_input=False)[0]
             name = getattr(self.model, "__name__", self.model)
             raise ValidationFailed(
-                f"the value of `{self.name}` is no {name}{cut}: {first['msg']}"
+                f"the value of `{self.name}` is not a valid {name}{cut}: {first['msg']}"
             ) from None
 
     def __await__(self) -> Generator[Any, Any, Value]:
@@ -247,7 +247,7 @@ class SemanticVariable(Generic[Value]):
         if self._session is None:
             raise InvalidRequest(
                 f"variable `{self.name}` has no value and belongs to no session: "
-                "make it inside vm.running_scope() or vm.run(), or set it"
+                "create it inside vm.running_scope() or vm.run(), or set it"
             )
         return self._session
 

@@ -57,7 +57,7 @@ _READ_MARGIN_S = 1.0  # Seconds after a read's timeout until the client ends the
 _CLOSE_TIMEOUT_S = 5.0  # Seconds to end the session at the server.
 _LIVENESS_INTERVAL_S = 30.0  # Seconds between health probes while reads are pending.
 _START_HINT = (
-    "Start a ServeCore there (`parrot up embedded`), or give another's address to P.VirtualMachine"
+    "Start a ServeCore there (`parrot up embedded`), or pass P.VirtualMachine the address of one"
 )
 
 

@@ -52,7 +52,7 @@ async def submit_trial(session: Session, call: SemanticCall, batch: Batch | None
     sending = batch or Batch(session)
     for out in trial.outs:
         if out.session not in (None, session):
-            raise InvalidRequest(f"the variable `{out.name}` is of another session")
+            raise InvalidRequest(f"the variable `{out.name}` belongs to another session")
         if out.is_ready:
             raise AlreadySet(f"the variable `{out.name}` is already set")
         if out.session is None:
@@ -93,7 +93,7 @@ async def _supervised(
             await work()
     except Exception as error:  # noqa: BLE001 - readers must get an error
         names = ", ".join(var.name for var in variables)
-        logger.warning("the attempts to make %s ended: %s", names, error)
+        logger.warning("the attempts to generate %s failed: %s", names, error)
         for var in variables:
             with suppress(ParrotError):
                 await session.cancel(await id_of(var))

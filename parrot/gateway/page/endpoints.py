@@ -318,7 +318,7 @@ class Page:
     def _visible_session(self, visitor: Visitor, session_id: int) -> Session:
         session = self._core.sessions.find(session_id)
         if session is None or visitor.tenant not in (None, session.tenant):
-            raise NotFound(f"no live session {session_id} of yours")
+            raise NotFound(f"you have no live session {session_id}")
         return session
 
     # Actions
@@ -356,7 +356,7 @@ class Page:
     def drain_engine(self, visitor: Visitor, engine_id: int, is_wanted: bool) -> None:
         """Raises `PermissionDenied` for a tenant: only the operator may drain engines."""
         if visitor.tenant is not None:
-            raise PermissionDenied("engines are the operator's")
+            raise PermissionDenied("only operators can drain engines")
         self._core.dispatcher.drains.drain(engine_id, is_draining=is_wanted)
 
     # Sign-in

@@ -206,8 +206,8 @@ def _prompt(messages: Sequence[BaseMessage]) -> tuple[str | None, list[Part]]:
     for message in messages:
         if not isinstance(message, HumanMessage):
             raise InvalidRequest(
-                "a prompt of ChatParrot is a system message and human messages, without "
-                f"`{message.type}` after them; for conversations use ChatOpenAI with the same "
+                "ChatParrot accepts a system message and human messages after it, but no "
+                f"`{message.type}` message there; for conversations use ChatOpenAI with the same "
                 "server's base_url",
                 param="messages",
             )

@@ -165,7 +165,8 @@ def _refuse_second(namespace: str) -> None:
     if existing_servers(namespace):
         name = namespace.removeprefix("parrot-")
         raise ClusterError(
-            f"a service named {name!r} is on this cluster: --stop ends it; or choose another --name"
+            f"a service named {name!r} already runs on this cluster: stop it with --stop, or "
+            "choose another --name"
         )
 
 

@@ -149,7 +149,7 @@ class FreeSender:
                 if delay_s == _FREE_INTERVAL_S:  # Log the first failure only.
                     name = engine.info.engine_name
                     logger.warning(
-                        "engine %s has not freed contexts and is asked again: %s",
+                        "engine %s did not free contexts; retrying: %s",
                         name,
                         error.message,
                     )
@@ -507,10 +507,13 @@ class Fleet:
         try:
             incarnation = await old.client.incarnation()
         except ParrotError as error:
-            self.lose(old, f"another registers in its place, and it answered no ping: {error}")
+            self.lose(
+                old, f"another engine registers at its address, and it answered no ping: {error}"
+            )
             return
         if incarnation == old.info.incarnation and old.is_alive:
-            raise Conflict(f"engine {info.engine_name} is registered at this address, and answers")
+            text = f"engine {info.engine_name} is already registered at this address, and answers"
+            raise Conflict(text)
 
     async def _tokenizer(self, info: EngineInfo, client: EngineClient) -> ModelTokenizer | None:
         """The engine's tokenizer, fetched if it is unknown; None if its contexts are text."""
@@ -522,7 +525,7 @@ class Fleet:
             payload = await client.tokenizer()
         except ParrotError as error:
             # A registration may name any address. The error must not reveal the server behind it.
-            logger.warning("engine %s gave no tokenizer: %s", info.engine_name, error)
+            logger.warning("engine %s returned no tokenizer: %s", info.engine_name, error)
             raise Unavailable("the engine's tokenizer could not be fetched") from None
         await self._tokenizers.add(info.model, info.tokenizer_id, payload)
         return self._tokenizers.get(info.model, info.tokenizer_id)

@@ -484,7 +484,7 @@ def _add_outputs(draft: _Draft, made: set[SemanticVariable]) -> None:
     for task in draft.call.tasks:
         for output in task.outputs:
             if output in made:
-                raise Conflict(f"another call makes `{output.name}` already")
+                raise Conflict(f"`{output.name}` is already the output of another call")
             made.add(output)
 
 
@@ -547,7 +547,7 @@ def _declare(
                 continue
             if name in made:
                 raise _error(
-                    f"another call makes the variable of output `{parameter.name}` already",
+                    f"the variable of `{parameter.name}` is already the output of another call",
                     f"calls.{i}.parameters.{j}.var",
                 )
             made.add(name)

@@ -216,7 +216,7 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_call(
     ask: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Constraint, "is_masked", lambda *_, **__: False)
-    with pytest.raises(InvalidRequest, match="cannot be followed"):
+    with pytest.raises(InvalidRequest, match="the output cannot follow"):
         await ask("Once upon ", regex="[😀-🙏]{3}")
     monkeypatch.undo()
     assert (await ask("Once upon ", regex="[0-9]")).finish_reason is FinishReason.STOP

@@ -120,7 +120,7 @@ def test_a_forbidden_token_is_an_error_at_every_later_call() -> None:
     wrong = TOKENIZER.encode("c").ids[0]
     assert not constraint.is_masked(1, before=wrong)
     for _ in range(2):
-        with pytest.raises(InvalidRequest, match="`regex` cannot be followed") as caught:
+        with pytest.raises(InvalidRequest, match="the output cannot follow `regex`") as caught:
             constraint.take(0, wrong)
         assert caught.value.param == "regex"
 
@@ -376,7 +376,7 @@ def test_an_output_whose_lexer_grows_without_end_fails() -> None:
         error = failure_of(constraint, seed=3)
         assert error is not None
         assert error.param == "regex"
-        assert re.search("cannot be followed: .*too many states", error.message), error.message
+        assert re.search("the output cannot follow .*too many states", error.message), error.message
     assert failure_of(constraint_of(regex="[a-z]{3}[a-z]*"), seed=3) is None
 
 
@@ -403,7 +403,7 @@ def test_an_ambiguous_grammar_fails_before_it_is_slow(grammar: str) -> None:
             other.take(position, letter)
             constraint.take(position, letter)
 
-    with pytest.raises(InvalidRequest, match=r"cannot be followed: .* items.*500") as caught:
+    with pytest.raises(InvalidRequest, match=r"the output cannot follow .* items.*500") as caught:
         follow()
     assert caught.value.param == "grammar"
 

@@ -113,7 +113,7 @@ def test_groups_in_another_order_are_dequantised(plain: Path, tmp_path: Path) ->
     assert torch.equal(checkpoint.take(name, CPU), one.numbers()[:, order])
     assert checkpoint.take_packed(name, CPU) is None
     save_file(tensors | changed | {f"{UP}.g_idx": torch.zeros(64, dtype=torch.int32)}, path)
-    with pytest.raises(ConfigError, match="groups do not have one size"):
+    with pytest.raises(ConfigError, match="groups differ in size"):
         open_checkpoint(str(folder)).take(name, CPU)
 
 

@@ -60,6 +60,6 @@ def test_devices_that_do_not_exist_are_refused(
     chosen: list[torch.device], name: str, ranks: int
 ) -> None:
     member = None if ranks == 1 else MadeUpMember(0, ranks)
-    with pytest.raises(ConfigError, match=f"{ranks} CUDA devices from {name} on.* 4 in all"):
+    with pytest.raises(ConfigError, match=f"{ranks} CUDA devices, starting at {name}, .* only 4"):
         rank_device(config(name, ranks), member)
     assert not chosen

@@ -450,7 +450,7 @@ async def test_only_the_operator_can_drain_engines() -> None:
         assert (await site.send("POST", path, json={"is_wanted": True}))[0] == 401
         await enter(site, "k1")
         status, error = await site.send("POST", path, json={"is_wanted": True})
-        assert (status, error["error"]["message"]) == (403, "engines are the operator's")
+        assert (status, error["error"]["message"]) == (403, "only operators can drain engines")
         await enter(site)
         assert (await site.send("POST", path, json={}))[0] == 422
         await site.post(path, {"is_wanted": True})

@@ -108,7 +108,7 @@ async def test_an_input_that_is_too_long_is_named(site: Site) -> None:
 
 
 async def test_a_model_without_embeddings(site: Site) -> None:
-    site.engine.script = Script(error=UnsupportedField("makes no embeddings", param="model"))
+    site.engine.script = Script(error=UnsupportedField("cannot compute embeddings", param="model"))
     status, answer = await site.send(PATH, body("a"))
     assert (status, answer["error"]["code"]) == (400, "unsupported_field")
     assert len(site.engine.embedded) == 1
@@ -204,7 +204,9 @@ async def test_embeddings_that_fail_are_not_charged(tmp_path: Path) -> None:
     )
     headers = {"Authorization": "Bearer k"}
     async with serve(config, fake_engine("e0", model=MODEL)) as site:
-        site.engine.script = Script(error=UnsupportedField("makes no embeddings", param="model"))
+        site.engine.script = Script(
+            error=UnsupportedField("cannot compute embeddings", param="model")
+        )
         for _ in range(4):
             assert (await site.send(PATH, body("abcdef"), headers=headers))[0] == 400
         site.engine.script = Script()

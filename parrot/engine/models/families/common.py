@@ -81,7 +81,7 @@ def activation_of(config: HFConfig, key: str, default: str) -> Activation:
     name = config.get(key) or default
     if not isinstance(name, str) or name not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
-        raise ConfigError(f"{key} {name!r:.200} is not supported; the engine has {known}")
+        raise ConfigError(f"{key} {name!r:.200} is not supported; the engine supports {known}")
     return _ACTIVATIONS[name]
 
 
@@ -155,7 +155,9 @@ def sliding_layers(config: HFConfig, default: Callable[[int], bool]) -> list[boo
         return [default(index) for index in range(count)]
     kinds = {"sliding_attention": True, "full_attention": False}
     if len(types) != count or not set(types) <= kinds.keys():
-        raise ConfigError(f"`layer_types` is not {count} times one of {', '.join(kinds)}")
+        raise ConfigError(
+            f"`layer_types` must have {count} entries, each one of {', '.join(kinds)}"
+        )
     return [kinds[kind] for kind in types]
 
 
@@ -178,7 +180,7 @@ def read_rope(
     kind: Any = parameters.get("rope_type") or parameters.get("type") or "default"
     if kind not in _ROPE_KINDS:
         known = ", ".join(_ROPE_KINDS)
-        raise ConfigError(f"rope scaling {kind!r} is not supported; the engine has {known}")
+        raise ConfigError(f"rope scaling {kind!r} is not supported; the engine supports {known}")
     head_dim = heads(config).head_dim
     share = parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor")
     share = float(share or partial)

@@ -36,10 +36,12 @@ def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int, free
     wanted = int(host_kv_gb * GIB)
     if wanted > free:
         raise ConfigError(
-            f"`instance.host_kv_gb`: {host_kv_gb:g} GiB are wanted, but {free / GIB:.1f} are free"
+            f"`instance.host_kv_gb` is {host_kv_gb:g}, but only {free / GIB:.1f} GiB are free"
         )
     if 0 < wanted < block_bytes:
-        raise ConfigError(f"`instance.host_kv_gb`: one block of KV takes {block_bytes / GIB:g} GiB")
+        raise ConfigError(
+            f"`instance.host_kv_gb` is {host_kv_gb:g}, but a block takes {block_bytes / GIB:g} GiB"
+        )
     return wanted // block_bytes
 
 

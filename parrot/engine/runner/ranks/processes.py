@@ -87,8 +87,8 @@ class RankProcesses:
             raise ConfigError(f"rank {rank}: {error}")
         if (kind := answer["device"]) != (own := device_kind(device)):
             raise ConfigError(
-                "`instance.tensor_parallel`: the devices of all ranks must be of one kind, and "
-                f"rank 0 has {own}, rank {rank} {kind}; choose others by `device`"
+                "`instance.tensor_parallel`: all ranks need the same kind of device, but "
+                f"rank 0 has {own} and rank {rank} {kind}; choose other devices with `device`"
             )
 
     def report(self, doing: str | None) -> None:

@@ -201,7 +201,7 @@ class Unit:
                 self._lost = f"a step has not ended for {late.patience_s:g} s"
             else:
                 self._lost = f"rank {rank} has ended"
-        logger.critical("%s: the engine can run no further step", self._lost)
+        logger.critical("%s: the engine cannot run further steps", self._lost)
         self._is_lost.set()
         for tell in self._when_lost:
             tell()

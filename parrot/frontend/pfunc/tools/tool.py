@@ -69,7 +69,7 @@ class Tool(Generic[Given, Result]):
         if untyped := [name for name in self.parameters["properties"] if name not in annotations]:
             names = ", ".join(f"`{name}`" for name in untyped)
             logger.warning(
-                "tool `%s`: %s without a type, so the model may pass any", self.name, names
+                "tool `%s`: %s without a type, so the model may pass any type", self.name, names
             )
 
     def __repr__(self) -> str:
@@ -160,13 +160,14 @@ def _schema_of(name: str, pyfunc: Callable[..., Any]) -> tuple[TypeAdapter[Any],
     """An adapter that validates arguments and calls the function, and their JSON schema."""
     for param in inspect.signature(pyfunc).parameters.values():
         if param.kind not in _NAMED_KINDS:
-            raise ValueError(f"tool `{name}`: parameter `{param}` must have a name of its own")
+            raise ValueError(f"tool `{name}`: parameter `{param}` cannot be passed by name")
     try:
         adapter: TypeAdapter[Any] = TypeAdapter(cast("Any", pyfunc))
         schema = adapter.json_schema()
     except (PydanticUserError, NameError) as error:
         problem = str(error).partition("\n")[0]
-        raise TypeError(f"a parameter of tool `{name}` cannot be said in JSON: {problem}") from None
+        text = f"a parameter of tool `{name}` cannot be described by a JSON schema: {problem}"
+        raise TypeError(text) from None
     schema.setdefault("properties", {})
     for part in schema["properties"].values():
         part.pop("title", None)  # The title repeats the name.

@@ -50,7 +50,9 @@ def read_calls(text: str, max_calls: int) -> list[ToolCall]:
     found = _CALL.findall(text)
     calls = [_read_call(call) for call in found[:max_calls]]
     if (more := len(found) - max_calls) > 0:
-        error = InvalidRequest(f"{more} more calls were not made: {max_calls} in a turn at most")
+        error = InvalidRequest(
+            f"{more} more calls were not made: the limit is {max_calls} per turn"
+        )
         calls.append(ToolCall("", {}, error=error))
     return calls
 
