@@ -213,9 +213,7 @@ def check_room() -> Iterator[Finding]:
     if disk < _LOW_DISK:
         yield Finding("note", f"{disk / 2**20:.0f} MiB of disk are free", "make room for logs")
     if not os.access(Path.cwd(), os.W_OK):
-        yield Finding(
-            "note", f"{Path.cwd()} is not writable", "choose a writable folder with --log-dir"
-        )
+        yield Finding("note", f"{Path.cwd()} is not writable", "set --log-dir to another folder")
 
 
 def _free_memory() -> int | None:
@@ -245,9 +243,7 @@ def _check_port(name: str, host: str, port: int) -> Iterator[Finding]:
         if is_free(host, port):
             yield Finding("ok", f"port {port} of {host} is free, for {name}")
         elif ask(host, port, "/health") is not None:
-            yield Finding(
-                "note", f"a server already runs on port {port}", "`parrot ping` checks it"
-            )
+            yield Finding("note", f"port {port} is used by a server", "`parrot ping` checks it")
         else:
             yield Finding("wrong", f"port {port} of {host} is taken", "choose another with `port`")
     except OSError as error:

@@ -146,9 +146,7 @@ class Fence:
         call = request.session_id, request.task_id
         latest = self._attempts.get(call, 0)
         if request.attempt < latest:
-            raise Cancelled(
-                f"attempt {request.attempt} is outdated: attempt {latest} of the call has started"
-            )
+            raise Cancelled(f"attempt {request.attempt} is outdated: attempt {latest} has started")
         if request.attempt == 1:
             return  # No attempt is earlier, so there is nothing to record.
         self._attempts[call] = request.attempt

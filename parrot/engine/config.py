@@ -75,9 +75,8 @@ Seconds = Annotated[float, Field(ge=0.0)]
 
 _POOLING: Any = Field(
     "mean",
-    description="How a text's last hidden states become an embedding. `mean`: their mean, which "
-    "suits models that were trained to generate. `last`: the state of the last token, for models "
-    "that were trained for it.",
+    description="Embedding of a text: the `mean` of its last hidden states, for models trained to "
+    "generate; or the state of the `last` token, for models trained for it.",
 )
 
 

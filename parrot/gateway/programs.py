@@ -149,9 +149,7 @@ class ProgramSessions:
                 oldest = oldest or session
         if oldest is None:
             return False
-        self._core.end(
-            oldest, SessionGone(f"session {oldest.id} was ended to make room for another")
-        )
+        self._core.end(oldest, SessionGone(f"session {oldest.id} was ended for a newer one"))
         return not (only_own and self._core.sessions.find_owner(oldest.id))
 
 

@@ -24,10 +24,7 @@ async def prompt_tokens(
     """The token ids of the prompt. Raises as `transcript_of` does, and `UnsupportedField` if the
     model's engines take text."""
     if tokenizer is None:
-        raise UnsupportedField(
-            f"ServeCore does not have the tokenizer of `{model}`, only its engines do",
-            param="model",
-        )
+        raise UnsupportedField(f"ServeCore has no tokenizer of `{model}`", param="model")
 
     def split() -> list[TextPiece]:
         return transcript_of(prompt, options, model, tokenizer).pieces()
@@ -64,8 +61,5 @@ async def text_of_tokens(ids: Sequence[int], model: str, tokenizer: ModelTokeniz
     """The text of the ids, without special tokens. Raises `UnsupportedField` if the model's engines
     take text."""
     if tokenizer is None:
-        raise UnsupportedField(
-            f"ServeCore does not have the tokenizer of `{model}`, only its engines do",
-            param="model",
-        )
+        raise UnsupportedField(f"ServeCore has no tokenizer of `{model}`", param="model")
     return await asyncio.to_thread(tokenizer.encoder.decode, ids)

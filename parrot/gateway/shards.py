@@ -158,9 +158,7 @@ class Forwarding:
         except ElsewhereError as error:
             # Forwarding a request twice could loop: the shards' lists differ.
             if any(name == FORWARDED.encode() for name, _ in scope["headers"]):
-                text = (
-                    f"this belongs to shard {error.shards[0]}: all shards need equal `shards.cores`"
-                )
+                text = f"belongs to shard {error.shards[0]}: all shards need equal `shards.cores`"
                 raise MisdirectedRequest(text) from None
             budget: BodyBudget = scope["app"].state.body_budget
             with budget.lease() as lease:

@@ -109,9 +109,7 @@ async def _take_turn(config: CoreConfig, address: str, front: Front) -> None:
             with front.turn(it, lease.is_held):
                 await lease.lost()
             stands_by = True
-            logger.error(
-                "another ServeCore holds the journal's lease, or may: this one is a standby now"
-            )
+            logger.error("another ServeCore may hold the journal's lease: this is a standby now")
     except RecordsLost:  # The log names them.
         if not stands_by:
             raise
@@ -124,9 +122,7 @@ def standby_app(config: CoreConfig) -> FastAPI:
     app = empty_app(config, error_form)
 
     async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
-        raise Standby(
-            "this ServeCore is a standby: another one with the same journal may be active"
-        )
+        raise Standby("this ServeCore is a standby: another one on its journal may be active")
 
     def alive() -> None: ...
 

@@ -134,9 +134,7 @@ async def test_an_engine_that_answers_is_not_replaced() -> None:
             place = {key: config[key] for key in ("engine_name", "host", "port")}
             for incarnation in ("", "guessed"):
                 rogue = ROGUE | place | {"incarnation": incarnation}
-                with pytest.raises(
-                    Conflict, match="is already registered at this address, and answers"
-                ):
+                with pytest.raises(Conflict, match="is already registered here, and answers"):
                     await http.request("POST", "/register_engine", body={"engine_config": rogue})
             after = await http.request("GET", "/ready")
             assert [e["engine_id"] for e in after["engines"]] == [

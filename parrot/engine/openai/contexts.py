@@ -185,9 +185,7 @@ class TextContexts:
 
     def fill(self, context: TextContext, text: str) -> None:
         if self.num_chars + len(text) > self.capacity:
-            raise OutOfMemory(
-                f"the contexts of this engine may hold at most {self.capacity} characters"
-            )
+            raise OutOfMemory(f"the contexts hold at most {self.capacity} characters in total")
         self.append(context, text)
 
     def append(self, context: TextContext, text: str) -> None:

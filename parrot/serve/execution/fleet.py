@@ -507,13 +507,10 @@ class Fleet:
         try:
             incarnation = await old.client.incarnation()
         except ParrotError as error:
-            self.lose(
-                old, f"another engine registers at its address, and it answered no ping: {error}"
-            )
+            self.lose(old, f"another engine took its address, and a ping failed: {error}")
             return
         if incarnation == old.info.incarnation and old.is_alive:
-            text = f"engine {info.engine_name} is already registered at this address, and answers"
-            raise Conflict(text)
+            raise Conflict(f"engine {info.engine_name} is already registered here, and answers")
 
     async def _tokenizer(self, info: EngineInfo, client: EngineClient) -> ModelTokenizer | None:
         """The engine's tokenizer, fetched if it is unknown; None if its contexts are text."""

@@ -244,7 +244,7 @@ def test_forks_that_share_a_context_have_the_logits_of_separate_contexts(tmp_pat
         ("phi3", {"rope_scaling": PHI_ROPE}, "must have 4 numbers"),
         ("llama", {"hidden_act": "relu2"}, "'relu2'"),
         ("mistral", {"sliding_window": 0}, "`sliding_window` is 0"),
-        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "`layer_types` must have 2 entries"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "`layer_types` must be a list of 2"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (

@@ -155,9 +155,7 @@ def sliding_layers(config: HFConfig, default: Callable[[int], bool]) -> list[boo
         return [default(index) for index in range(count)]
     kinds = {"sliding_attention": True, "full_attention": False}
     if len(types) != count or not set(types) <= kinds.keys():
-        raise ConfigError(
-            f"`layer_types` must have {count} entries, each one of {', '.join(kinds)}"
-        )
+        raise ConfigError(f"`layer_types` must be a list of {count} from {', '.join(kinds)}")
     return [kinds[kind] for kind in types]
 
 

@@ -39,9 +39,7 @@ def host_slots(host_kv_gb: float | None, block_bytes: int, num_blocks: int, free
             f"`instance.host_kv_gb` is {host_kv_gb:g}, but only {free / GIB:.1f} GiB are free"
         )
     if 0 < wanted < block_bytes:
-        raise ConfigError(
-            f"`instance.host_kv_gb` is {host_kv_gb:g}, but a block takes {block_bytes / GIB:g} GiB"
-        )
+        raise ConfigError(f"`instance.host_kv_gb`: one KV block takes {block_bytes / GIB:g} GiB")
     return wanted // block_bytes
 
 

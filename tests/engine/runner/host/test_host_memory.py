@@ -67,7 +67,7 @@ def test_the_default_follows_free_memory() -> None:
 def test_sizes_that_are_not_available_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"`instance.host_kv_gb` is 11, but only"):
         host_slots(11, MIB, 100, 10 * GIB)
-    with pytest.raises(ConfigError, match="but a block takes"):
+    with pytest.raises(ConfigError, match="one KV block takes"):
         host_slots(1e-6, MIB, 100, 10 * GIB)
     with pytest.raises(ConfigError, match="host_kv_gb"):
         parse_engine_config({"instance": {"host_kv_gb": -1}}, "test")
