@@ -219,7 +219,7 @@ class OpenAIInstance(ConfigModel):
     )
     api_endpoint: Literal["completion", "chat"] = Field(
         "completion",
-        description="API for prompts that are no conversation: completions, or chat completions "
+        description="API for prompts that are not conversations: completions, or chat completions "
         "with the prompt as one message.",
     )
     base_url: str | None = Field(None, description="Base URL of the server's API. null: OpenAI's.")
@@ -257,7 +257,7 @@ class OpenAIInstance(ConfigModel):
     @classmethod
     def _features_are_known(cls, features: dict[str, bool]) -> dict[str, bool]:
         if unknown := features.keys() - FEATURES - SamplingConfig.model_fields.keys():
-            raise ValueError(f"there is no feature `{min(unknown)}`")
+            raise ValueError(f"unknown feature `{min(unknown)}`")
         return features
 
     @model_validator(mode="after")

@@ -207,7 +207,7 @@ def apply_verbs(inbox: deque[Verb], core: EngineCore) -> None:
         try:
             verb(core)
         except Exception:
-            logger.exception("a verb failed")
+            logger.exception("an engine command failed")
 
 
 def deliver(outcomes: list[Delivery]) -> None:
@@ -216,7 +216,7 @@ def deliver(outcomes: list[Delivery]) -> None:
         try:
             call(argument)
         except Exception:
-            logger.exception("an outcome could not be delivered")
+            logger.exception("a result could not be delivered")
 
 
 class ThreadDriver:

@@ -525,7 +525,7 @@ def _constrained(
         )
     schema = sampling.json_schema
     if isinstance(schema, str):
-        raise UnsupportedField("with tools a schema must be an object", param="response_format")
+        raise UnsupportedField("with `tools`, a schema must be an object", param="response_format")
     try:
         if is_described and rules.must_call:
             grammar = _one_call(rules, min(sampling.max_gen_length, room))

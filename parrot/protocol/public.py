@@ -279,7 +279,7 @@ class ReadLimits(SessionScoped):
     criteria: PerformanceCriteria = PerformanceCriteria.THROUGHPUT
     timeout: Timeout | None = Field(None, description="Seconds until the read fails.")
     deadline: Timeout | None = Field(
-        None, description="Seconds until the value is wanted. It only changes priorities."
+        None, description="Seconds until the program needs the value. It only changes priorities."
     )
     blocked: bool = Field(
         False, description="The program waits for this read only: start its other calls at once."

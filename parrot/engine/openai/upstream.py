@@ -601,7 +601,7 @@ class Upstream:
         try:
             payload = orjson.loads(data)
         except orjson.JSONDecodeError:
-            raise EngineFailed("the server behind this engine sent a broken event") from None
+            raise EngineFailed("the server behind this engine sent an invalid event") from None
         if isinstance(payload, dict) and payload.get("error") is not None:
             raise self._translator.read_frame(payload)
         return parse_answer(payload)

@@ -241,7 +241,7 @@ async def test_the_servers_span_is_a_child_of_the_callers_span(start: Start) -> 
 
 def test_a_feature_that_does_not_exist_is_refused() -> None:
     payload = {"model": "m", "instance": {"features": {"regexp": True}}}
-    with pytest.raises(ConfigError, match="no feature `regexp`"):
+    with pytest.raises(ConfigError, match="unknown feature `regexp`"):
         parse_config(OpenAIConfig, payload, "test")
 
 
