@@ -78,7 +78,9 @@ class JobRequest(InternalPayload):
     cache_salt: str = Field("", max_length=1024, description="KV is shared within a salt")
     tenant: Label = Field("", description="tenant of the call")
     weight: float = Field(1.0, ge=1e-6, le=1e9, description="weight of the tenant")
-    step_growth: Quantity | None = Field(None, description="allowed slowdown of steps; 0.25: 25%")
+    step_growth: Quantity | None = Field(
+        None, description="by how much other tenants may slow down its steps; 0.25: 25%"
+    )
     traceparent: Label = Field("", description="W3C trace context of the parent span; empty: none")
     request_id: Label = Field("", description="id of the client's request, for a foreign server")
     client_key: Credential = Field("", exclude=True, repr=False, description="in one process only")
