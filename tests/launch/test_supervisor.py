@@ -27,7 +27,7 @@ class PlayedCluster:
         self.num_queued: dict[str, int] = {}
         self.core: Address = ("10.0.0.1", 9000)
         self.core_answers = True
-        self.told: list[Address | None] = []
+        self.polled_cores: list[Address | None] = []
         self.ended: list[str] = []
 
     @property
@@ -44,7 +44,7 @@ class PlayedCluster:
         return f"waits for {self.needs[name]}"
 
     def poll(self, core: Address | None, timeout_s: float) -> dict[str, ServerStatus]:
-        self.told.append(core)
+        self.polled_cores.append(core)
         for name in self.ending & self.needs.keys():
             del self.needs[name]
             self.ended.append(name)
@@ -131,8 +131,8 @@ def test_ready_when_the_least_number_of_engines_serves(tmp_path: Path) -> None:
     assert 50 <= play.now < 60
     assert play.engines == ["a-0", "a-1", "b"]
     assert play.supervisor.core_url == "http://10.0.0.1:9000"
-    assert play.cluster.told[0] is None
-    assert play.cluster.told[-1] == ("10.0.0.1", 9000)
+    assert play.cluster.polled_cores[0] is None
+    assert play.cluster.polled_cores[-1] == ("10.0.0.1", 9000)
 
 
 def test_servers_that_cannot_be_placed_are_named(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_engines_get_the_new_address_of_the_core(tmp_path: Path) -> None:
     play.cluster.core = ("10.0.0.9", 9000)
     play.run(5)
     assert play.said == ["ServeCore is at http://10.0.0.9:9000 now; engines follow it"]
-    assert play.cluster.told[-1] == ("10.0.0.9", 9000)
+    assert play.cluster.polled_cores[-1] == ("10.0.0.9", 9000)
 
 
 def test_deaths_are_reported_once(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_a_server_stopped_by_another_process_is_not_restarted(tmp_path: Path) ->
 def test_an_immediate_shutdown_does_not_wait_for_calls(tmp_path: Path) -> None:
     play = Play(tmp_path, {"engine_name": "a"})
     play.ready()
-    num_rounds = len(play.cluster.told)
+    num_rounds = len(play.cluster.polled_cores)
     play.supervisor.stop(lambda: True)
     assert play.cluster.ending == {"a", "core"}
-    assert len(play.cluster.told) == num_rounds
+    assert len(play.cluster.polled_cores) == num_rounds

@@ -205,7 +205,9 @@ class FakeEngine(EngineClient):
             self.aborted.set()
             raise
 
-    async def left_by(self, asking: Coroutine[Any, Any, object], num_requests: int = 1) -> None:
+    async def cancel_after_requests(
+        self, asking: Coroutine[Any, Any, object], num_requests: int = 1
+    ) -> None:
         """Cancel `asking` after it has sent `num_requests` requests to this engine."""
         task = asyncio.create_task(asking)
         until = len(self.requests) + num_requests

@@ -40,7 +40,7 @@ class FakeOpenAI:
     cached_tokens: int | None = None
     counts_in_streams: bool = True
     end_token: str = "<end>"
-    told: dict[str, Any] = field(default_factory=dict)  # Responses of other paths.
+    responses: dict[str, Any] = field(default_factory=dict)  # Responses of other paths.
     cache: PrefixCache | None = None
     calls: list[dict[str, Any]] = field(default_factory=list)
     reasoning: str = ""
@@ -75,10 +75,10 @@ class FakeOpenAI:
         return app
 
     async def _other_paths(self, path: str) -> Response:
-        told = self.told.get(f"/{path}")
-        if told is None:
+        response = self.responses.get(f"/{path}")
+        if response is None:
             return JSONResponse({"detail": "Not Found"}, 404)
-        return PlainTextResponse(told) if isinstance(told, str) else JSONResponse(told)
+        return PlainTextResponse(response) if isinstance(response, str) else JSONResponse(response)
 
     async def _models(self) -> Response:
         cards = [

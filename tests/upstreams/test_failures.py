@@ -267,7 +267,7 @@ async def test_a_completion_that_was_cut_off_is_continued(process: FakeProcess) 
 @pytest.mark.parametrize("started_at", [1.0, 2.0])
 async def test_a_server_that_was_restarted_is_known_by_its_start_time(started_at: float) -> None:
     """Its cache is empty, so its engine and the prefixes of that engine are forgotten."""
-    fake = FakeOpenAI(owned_by="vllm", told={"/metrics": _metrics(1.0)})
+    fake = FakeOpenAI(owned_by="vllm", responses={"/metrics": _metrics(1.0)})
     async with AsyncExitStack() as stack:
         client = await in_front(stack, fake)
         (engine,) = client.core.fleet
@@ -275,7 +275,7 @@ async def test_a_server_that_was_restarted_is_known_by_its_start_time(started_at
         async with asyncio.timeout(20):
             while _num_waiting(client) != 0:  # noqa: ASYNC110 - the first metrics were read
                 await asyncio.sleep(0.01)
-            fake.told["/metrics"] = _metrics(started_at, num_waiting=7)
+            fake.responses["/metrics"] = _metrics(started_at, num_waiting=7)
             while _num_waiting(client) != 7:  # noqa: ASYNC110 - the new metrics were read
                 await asyncio.sleep(0.01)
             while engine.is_alive and started_at != 1.0:  # noqa: ASYNC110

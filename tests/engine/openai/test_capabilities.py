@@ -61,8 +61,8 @@ def ask(priority: int = 0, **sampling: Any) -> GenerateRequest:
 TOO_MANY = 'vllm:cache_config_info{num_gpu_blocks="99999999999",block_size="99999999999"} 1'
 
 
-def server_with(owner: str, told: dict[str, Any]) -> FakeOpenAI:
-    return FakeOpenAI(owned_by=owner, told=told)
+def server_with(owner: str, responses: dict[str, Any]) -> FakeOpenAI:
+    return FakeOpenAI(owned_by=owner, responses=responses)
 
 
 PS = {

@@ -104,7 +104,7 @@ async def service_for(fake: FakeOpenAI, url: str) -> OpenAIService:
 
 async def test_a_heartbeat_has_the_load_that_was_read_since_the_last_one() -> None:
     """The engine's own requests do not count as requests of other clients."""
-    fake = FakeOpenAI(owned_by="vllm", told={"/metrics": VLLM}, hold=asyncio.Event())
+    fake = FakeOpenAI(owned_by="vllm", responses={"/metrics": VLLM}, hold=asyncio.Event())
     async with serve_app(fake.app()) as url:
         service = await service_for(fake, url)
         assert service.runtime_info({}).server_load is None
@@ -131,19 +131,19 @@ async def test_a_heartbeat_has_the_load_that_was_read_since_the_last_one() -> No
 
 
 async def test_an_old_load_is_dropped_if_it_cannot_be_read_again() -> None:
-    fake = FakeOpenAI(owned_by="vllm", told={"/metrics": VLLM})
+    fake = FakeOpenAI(owned_by="vllm", responses={"/metrics": VLLM})
     async with serve_app(fake.app()) as url:
         service = await service_for(fake, url)
         await until(lambda: service.runtime_info({}).server_load is not None)
-        del fake.told["/metrics"]
+        del fake.responses["/metrics"]
         await until(lambda: service.runtime_info({}).server_load is None)
-        fake.told["/metrics"] = VLLM
+        fake.responses["/metrics"] = VLLM
         await until(lambda: service.runtime_info({}).server_load is not None)
         await service.close()
 
 
 async def test_a_server_without_load_metrics_is_not_queried() -> None:
-    fake = FakeOpenAI(told={"/metrics": VLLM})
+    fake = FakeOpenAI(responses={"/metrics": VLLM})
     async with serve_app(fake.app()) as url:
         service = await service_for(fake, url)
         for _ in range(3):

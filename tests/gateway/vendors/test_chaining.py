@@ -329,7 +329,7 @@ class TestWhenItRuns:
         site.engine.script = Script(hang_after=0)
         scope = await begin(site)
         target = await variable(site, scope)
-        await site.engine.left_by(site.send(CHAT, chat("x", output=target, **scope)))
+        await site.engine.cancel_after_requests(site.send(CHAT, chat("x", output=target, **scope)))
         await site.engine.all_aborted()
         site.engine.script = Script(text=lambda prompt: "again")
         assert await read(site, scope, target) == "again"

@@ -229,7 +229,7 @@ async def test_query_parameters_are_ignored(site: Site) -> None:
 async def test_a_client_that_disconnects_stops_the_work(site: Site) -> None:
     site.engine.script = Script(hang_after=0)
     for stream in (False, True):
-        await site.engine.left_by(
+        await site.engine.cancel_after_requests(
             site.send(PATH, body(user("Hi"), stream=stream, n=2, seed=1)), num_requests=2
         )
     async with asyncio.timeout(5):

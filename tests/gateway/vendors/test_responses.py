@@ -408,7 +408,9 @@ async def test_an_engine_that_fails_fails_the_request(site: Site) -> None:
 async def test_a_client_that_disconnects_stops_the_work(site: Site) -> None:
     site.engine.script = Script(hang_after=0)
     for stream in (False, True):
-        await site.engine.left_by(site.send(PATH, body(f"Hi {stream}", stream=stream)))
+        await site.engine.cancel_after_requests(
+            site.send(PATH, body(f"Hi {stream}", stream=stream))
+        )
     async with asyncio.timeout(5):
         await site.engine.all_aborted()
     assert len(site.engine.requests) == 2

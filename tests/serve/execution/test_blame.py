@@ -9,20 +9,20 @@ from tests.serve.execution.world import World, error_of
 from tests.support.fake_engine import FakeEngine, Script, fake_engine
 
 
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("registers_early", [True, False])
 async def test_a_call_is_not_blamed_for_engines_lost_while_servecore_was_stalled(
-    world: World, is_told: bool
+    world: World, registers_early: bool
 ) -> None:
     """Engines stop their work when ServeCore does not answer, and register again."""
     engine = fake_engine("one", script=Script(text=lambda _: "ab", hang_after=0))
     for number in range(5):
-        if number == 0 or not is_told:
+        if number == 0 or not registers_early:
             await world.join(engine)
         if number == 0:
             completion = world.submit("Go")
         await world.settle()
         assert len(engine.requests) == number + 1
-        if is_told:  # The engine's registration is handled before the timer.
+        if registers_early:  # The engine's registration is handled before the timer.
             world.clock._now += 31.0
             await world.join(engine)
         else:
@@ -30,7 +30,7 @@ async def test_a_call_is_not_blamed_for_engines_lost_while_servecore_was_stalled
             assert not list(world.dispatcher.fleet)
     engine.script.hang_after = None
     engine.resume.set()
-    if not is_told:
+    if not registers_early:
         await world.join(engine)
     await world.settle()
     assert await completion.output.wait() == "ab"

@@ -220,8 +220,10 @@ async def test_programs_on_two_servers_of_one_model(owner: str) -> None:
     """The openai engines report the size of the servers' prefix caches."""
     max_prompts = 1 if owner == "me" else None
     caches = [PrefixCache(36_000, max_prompts) for _ in range(2)]
-    told = {"/metrics": vllm_metrics()}
-    async with Pair([FakeOpenAI(owned_by=owner, cache=c, told=told) for c in caches]) as programs:
+    responses = {"/metrics": vllm_metrics()}
+    async with Pair(
+        [FakeOpenAI(owned_by=owner, cache=c, responses=responses) for c in caches]
+    ) as programs:
         assert [card.id for card in programs.dispatcher.fleet.models().data] == ["gpt-fake"]
         for _ in range(TURNS):
             for program in range(2 if owner == "me" else 6):
@@ -240,7 +242,7 @@ async def test_a_server_that_is_busy_with_other_clients_gets_fewer_calls() -> No
             """How many of eight new programs go to each server while one serves other clients."""
             for number, (fake, service) in enumerate(zip(fakes, pair.services, strict=True)):
                 is_busy = number == busy
-                fake.told["/metrics"] = vllm_metrics(20 * is_busy, 20 * is_busy)
+                fake.responses["/metrics"] = vllm_metrics(20 * is_busy, 20 * is_busy)
                 load = service.runtime_info({}).server_load
                 while load is None or (load.num_others > 0) != is_busy:
                     await asyncio.sleep(0.01)

@@ -105,7 +105,7 @@ async def test_a_later_stream_contains_the_reported_tokens(world: World) -> None
 
 
 @pytest.mark.parametrize(
-    ("told", "sampling", "prompt"),
+    ("reported", "sampling", "prompt"),
     [
         ("ab<", {"stop_str": "<end>"}, "Goab"),
         ("abc", {"json_schema": {"type": "object"}}, "Goabc"),
@@ -114,10 +114,10 @@ async def test_a_later_stream_contains_the_reported_tokens(world: World) -> None
     ],
 )
 async def test_only_stable_text_is_kept(
-    world: World, told: str, sampling: dict[str, Any], prompt: str
+    world: World, reported: str, sampling: dict[str, Any], prompt: str
 ) -> None:
     completion, first = await stuck_call(world, sampling=ResolvedSampling(**sampling))
-    report(world, first, told)
+    report(world, first, reported)
     second = await finish_elsewhere(world, completion, "abcdef"[len(prompt) - 2 :])
     assert second.prompts == [prompt]
 
