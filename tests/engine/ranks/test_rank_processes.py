@@ -214,7 +214,7 @@ def test_devices_of_different_kinds_are_refused(
     forever."""
     # Only the rank in this process.
     monkeypatch.setattr(processes, "device_kind", lambda _: "another")
-    with pytest.raises(ConfigError, match="rank 0 has another, rank 1 cpu"):
+    with pytest.raises(ConfigError, match="rank 0 has another and rank 1 cpu"):
         load_runner(config(folder, 2))
     assert not forked_modules.running()
 
