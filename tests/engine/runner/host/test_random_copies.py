@@ -98,7 +98,7 @@ def test_random_operations(
         transfer(transfers)
 
     monkeypatch.setattr(runner, "transfer", recording)
-    world = World(core, random.Random(4), free_weight=0.4)
+    world = World(core, random.Random(5), free_weight=0.4)
     world.run(int(os.environ.get("PARROT_OPERATIONS", num_operations)))
     info = core.runtime_info()
     assert info.num_free_blocks == NUM_BLOCKS
