@@ -26,7 +26,7 @@ def deliver_reported(run: Run, attempt: Attempt) -> None:
     output starts again from its first token."""
     reported, run.reported = run.reported, None
     sampling = run.completion.sampling
-    if reported is None or not attempt.can_continue:
+    if reported is None or not attempt.can_resume:
         return
     encoder = reported.tokenizer.encoder
     special_ids = reported.tokenizer.stop_ids(sampling).union(encoder.special_ids)
@@ -50,8 +50,8 @@ def _is_stable(text: str, stop_strings: Sequence[str]) -> bool:
 async def resume(run: Run, attempt: Attempt) -> None:
     """Make the attempt continue after the delivered text.
 
-    Raises `EngineFailed` if the engine cannot continue it (`Attempt.can_continue`)."""
-    if not attempt.can_continue:
+    Raises `EngineFailed` if the engine cannot continue it (`Attempt.can_resume`)."""
+    if not attempt.can_resume:
         raise EngineFailed(
             "the engine was lost while it streamed an output that cannot be continued"
         )

@@ -104,7 +104,7 @@ class Attempt:
             self.conversation = {"messages": chat_messages(task.segments)}
 
     @property
-    def can_continue(self) -> bool:
+    def can_resume(self) -> bool:
         """Whether the engine can continue a partial output.
 
         An engine that takes text cannot restore the state of a grammar. A server that renders the
@@ -230,7 +230,7 @@ class Run(CompletionTask):
     def is_cut_off(self, attempt: Attempt) -> bool:
         """Whether the readers have received a part of an output that the engine cannot continue.
         The rest of another answer must not follow that part."""
-        return bool(self.text) and not attempt.can_continue
+        return bool(self.text) and not attempt.can_resume
 
     def output_key(self, text: str) -> bytes:
         """The prefix key of the prompt with this output."""
