@@ -15,11 +15,9 @@ and K formats of GGUF, whose blocks have 256 numbers, do not fit."""
 
 import argparse
 import random
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -32,16 +30,15 @@ from tokenizers import Tokenizer
 from benchmark.results import ROOT, Report, run
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import StepRows, plan_work
-from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
+from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fp8 import Fp8Matrix
-from parrot.engine.models.packed import Weights
+from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.models.tensors import tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
-from tests.support.embedded_folder import write_embedded_folder
-from tests.support.four_bit_checkpoints import quantise_folder
+from tests.support.four_bit_checkpoints import rounded
 from tests.support.runner_driver import Driver
 
 Row = dict[str, Any]
@@ -50,9 +47,13 @@ Row = dict[str, Any]
 class Variant(NamedTuple):
     dtype: torch.dtype
     quantised: bool = False  # KV in e4m3.
-    weights: Weights = Weights.PLAIN
-    four_bit: tuple[str, int] | None = None  # The format, and the number of inputs with one scale.
-    rounded: Callable[[torch.Tensor], torch.Tensor | Fp8Matrix] | None = None  # Of each matrix.
+    rounded: Callable[[torch.Tensor], torch.Tensor] | None = None  # Each matrix of the layers.
+    packed: Callable[[torch.Tensor], Fp8Matrix] | None = None  # The same, in e4m3.
+
+
+def fp8_with_powers(numbers: torch.Tensor) -> Fp8Matrix:
+    """As with `dtype: fp8`."""
+    return Fp8Matrix.of(numbers.bfloat16())
 
 
 def fp8_with_one_factor(numbers: torch.Tensor) -> Fp8Matrix:
@@ -61,9 +62,13 @@ def fp8_with_one_factor(numbers: torch.Tensor) -> Fp8Matrix:
     return Fp8Matrix(codes, factor.expand(len(numbers)).contiguous())
 
 
-def ggml_numbers(numbers: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Tensor:
+def gguf_numbers(kind: gguf.GGMLQuantizationType, numbers: torch.Tensor) -> torch.Tensor:
     """The numbers of a GGUF file with these matrices. `gguf` does not write K formats."""
     return torch.from_numpy(gguf.dequantize(gguf.quantize(numbers.numpy(), kind), kind))
+
+
+def four_bit_numbers(group: int, numbers: torch.Tensor, *, symmetric: bool) -> torch.Tensor:
+    return rounded(numbers, group, symmetric=symmetric).numbers()
 
 
 PAGES = (
@@ -75,23 +80,19 @@ PAGES = (
     "api",
 )
 NUM_TEXT, NUM_PROMPTS, NUM_OUTPUT, BLOCK_SIZE = 512, 16, 48, 16
-CPU = torch.device("cpu")
+CPU, BF16, GGUF = torch.device("cpu"), torch.bfloat16, gguf.GGMLQuantizationType
 EXACT = Variant(torch.float32)
 VARIANTS = {
     "float32, KV e4m3": Variant(torch.float32, True),
-    "bfloat16": Variant(torch.bfloat16),
-    "bfloat16, KV e4m3": Variant(torch.bfloat16, True),
-    "bfloat16, weights e4m3": Variant(torch.bfloat16, False, Weights.E4M3),
-    "bfloat16, FP8 with one factor": Variant(torch.bfloat16, rounded=fp8_with_one_factor),
-    "bfloat16, GGUF Q8_0": Variant(
-        torch.bfloat16, rounded=partial(ggml_numbers, kind=gguf.GGMLQuantizationType.Q8_0)
-    ),
-    "bfloat16, GGUF Q4_0": Variant(
-        torch.bfloat16, rounded=partial(ggml_numbers, kind=gguf.GGMLQuantizationType.Q4_0)
-    ),
-    "bfloat16, AWQ g32": Variant(torch.bfloat16, four_bit=("awq", 32)),
-    "bfloat16, AWQ g64": Variant(torch.bfloat16, four_bit=("awq", 64)),
-    "bfloat16, GPTQ g64": Variant(torch.bfloat16, four_bit=("gptq", 64)),
+    "bfloat16": Variant(BF16),
+    "bfloat16, KV e4m3": Variant(BF16, True),
+    "bfloat16, weights e4m3": Variant(BF16, packed=fp8_with_powers),
+    "bfloat16, FP8 with one factor": Variant(BF16, packed=fp8_with_one_factor),
+    "bfloat16, GGUF Q8_0": Variant(BF16, rounded=partial(gguf_numbers, GGUF.Q8_0)),
+    "bfloat16, GGUF Q4_0": Variant(BF16, rounded=partial(gguf_numbers, GGUF.Q4_0)),
+    "bfloat16, AWQ g32": Variant(BF16, rounded=partial(four_bit_numbers, 32, symmetric=False)),
+    "bfloat16, AWQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=False)),
+    "bfloat16, GPTQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=True)),
 }
 _RANDOM = {
     "hidden_size": 512,
@@ -111,10 +112,23 @@ RANDOM = {
 
 @dataclass(frozen=True)
 class Subject:
-    """`load` returns the model of a variant. `texts` are its inputs."""
+    """A model and its inputs. `take` returns a tensor by its name, in float32."""
 
-    load: Callable[[Variant], Decoder]
+    spec: DecoderSpec
+    take: Callable[[str], torch.Tensor]
     texts: list[list[int]]
+
+    def load(self, variant: Variant) -> Decoder:
+        def take(name: str) -> torch.Tensor:
+            numbers = self.take(name)
+            if variant.rounded is not None and name.endswith("proj.weight"):
+                numbers = variant.rounded(numbers)
+            return numbers.to(variant.dtype)
+
+        def take_packed(name: str) -> Fp8Matrix | None:
+            return None if variant.packed is None else variant.packed(self.take(name))
+
+        return Decoder(self.spec, take, variant.dtype, CPU, take_packed=take_packed)
 
 
 def embedded() -> Subject:
@@ -122,45 +136,7 @@ def embedded() -> Subject:
     tokenizer = Tokenizer.from_str(checkpoint.load_tokenizer().tokenizer_json)
     pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in PAGES]
     texts = [tokenizer.encode(page).ids[:NUM_TEXT] for page in pages]
-
-    def load(variant: Variant) -> Decoder:
-        if variant.four_bit is not None:
-            return four_bit_decoder(variant.dtype, *variant.four_bit)
-        if variant.rounded is not None:
-            return rounded_decoder(checkpoint, variant.dtype, variant.rounded)
-        return load_decoder(checkpoint, variant.dtype, CPU, weights=variant.weights)
-
-    return Subject(load, texts)
-
-
-def four_bit_decoder(dtype: torch.dtype, kind: str, group: int) -> Decoder:
-    """The embedded model, rounded to nearest with four bits and read from a checkpoint."""
-    with tempfile.TemporaryDirectory() as folder:
-        plain, rounded = Path(folder) / "plain", Path(folder) / "rounded"
-        quantise_folder(
-            write_embedded_folder(plain), rounded, kind, group, symmetric=kind == "gptq"
-        )
-        return load_decoder(open_checkpoint(str(rounded)), dtype, CPU)
-
-
-def rounded_decoder(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    rounded: Callable[[torch.Tensor], torch.Tensor | Fp8Matrix],
-) -> Decoder:
-    def matrix(name: str) -> torch.Tensor | Fp8Matrix:
-        numbers = checkpoint.take(name).float()
-        return rounded(numbers) if name.endswith("proj.weight") else numbers
-
-    def take(name: str) -> torch.Tensor:
-        found = matrix(name)
-        return (found.numbers() if isinstance(found, Fp8Matrix) else found).to(dtype)
-
-    def take_packed(name: str) -> Fp8Matrix | None:
-        found = matrix(name)
-        return found if isinstance(found, Fp8Matrix) else None
-
-    return Decoder(checkpoint.spec, take, dtype, CPU, take_packed=take_packed)
+    return Subject(checkpoint.spec, lambda name: checkpoint.take(name).float(), texts)
 
 
 def random_model(config: dict[str, Any]) -> Subject:
@@ -168,28 +144,16 @@ def random_model(config: dict[str, Any]) -> Subject:
     spec = spec_from_config(config, "a random model")
     shapes = {name: plan.shape for name, plan in tensor_plans(spec).items()}
 
-    def take(name: str, dtype: torch.dtype) -> torch.Tensor:
+    def take(name: str) -> torch.Tensor:
         if "norm" in name:
-            return torch.ones(shapes[name], dtype=dtype)
+            return torch.ones(shapes[name])
         generator = torch.Generator().manual_seed(sum(name.encode()))
         scale = shapes[name][-1] ** -0.5
-        return torch.empty(shapes[name]).normal_(0.0, scale, generator=generator).to(dtype)
+        return torch.empty(shapes[name]).normal_(0.0, scale, generator=generator)
 
     numbers = random.Random(0)
     texts = [numbers.choices(range(spec.vocab_size), k=NUM_TEXT) for _ in PAGES]
-
-    def load(variant: Variant) -> Decoder:
-        own = partial(take, dtype=variant.dtype)
-        packed = (
-            (lambda name: Fp8Matrix.of(own(name))) if variant.weights is Weights.E4M3 else _none
-        )
-        return Decoder(spec, own, variant.dtype, CPU, take_packed=packed)
-
-    return Subject(load, texts)
-
-
-def _none(_: str) -> None:
-    return None
+    return Subject(spec, take, texts)
 
 
 @torch.inference_mode()
