@@ -173,6 +173,9 @@ class PlanBuffers:
 _HOPPER = 9  # Major compute capability of Hopper.
 _DENSE_TOKENS = 1024  # The length of a dense span is a multiple of this number of tokens.
 _MERGE_SLOTS = 8  # Partial results that a program of the merge loads at once.
+# Heads of a program of the merge, with more tokens than in the graphs of most decodes. In such
+# steps most programs have nothing to merge.
+_MERGE_HEADS, _MANY_TOKENS = 8, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,14 +429,18 @@ class TreeAttention:
         }
 
     def _merge(self, step: _Step) -> None:
-        merge_partials[(len(step.q), self.shape.num_heads)](
+        num_heads = self.shape.num_heads
+        is_many = len(step.q) > _MANY_TOKENS and num_heads % _MERGE_HEADS == 0
+        heads = _MERGE_HEADS if is_many else 1
+        merge_partials[(len(step.q), num_heads // heads)](
             self.partial_out,
             self.partial_lse,
             step.plan.slot_indptr,
             step.out,
-            H=self.shape.num_heads,
+            H=num_heads,
             D=self.shape.head_dim,
             SLOTS=_MERGE_SLOTS,
+            HEADS=heads,
             num_warps=1,
             **early_launch(step.early),
         )

@@ -352,32 +352,20 @@ def attend_items(
 
 
 @triton.jit
-def merge_partials(
+def _merged(
     partial_out,
     partial_lse,
-    slot_indptr,
-    out_ptr,
+    start,
+    end,
+    head,
+    offs_d,
     H: tl.constexpr,
     D: tl.constexpr,
     SLOTS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
-    """Program (token, head): the mean of the token's partial results, weighted by exp2(lse).
+    """The mean of the partial results [start, end) of a head, weighted by exp2(lse). float32 [D].
 
-    SLOTS      partial results loaded at once; those of a token are consecutive
-    DEPENDENT  the previous kernel, which writes the partial results, may still run
-
-    Tokens without slots were written directly and are skipped."""
-    token = tl.program_id(0)
-    head = tl.program_id(1)
-    start = tl.load(slot_indptr + token)
-    end = tl.load(slot_indptr + token + 1)
-    if DEPENDENT:
-        gdc_wait()
-        gdc_launch_dependents()
-    if start >= end:
-        return
-    offs_d = tl.arange(0, D)
+    SLOTS of them are loaded at once."""
     acc = tl.zeros([D], dtype=tl.float32)
     maximum = tl.full([], NO_MAXIMUM, dtype=tl.float32)
     total = tl.full([], 0.0, dtype=tl.float32)
@@ -395,5 +383,38 @@ def merge_partials(
         acc = acc * decay + tl.sum(weights[:, None] * part, 0)
         total = total * decay + tl.sum(weights, 0)
         maximum = new_maximum
-    row = token.to(tl.int64) * H + head
-    tl.store(out_ptr + row * D + offs_d, (acc / total).to(out_ptr.dtype.element_ty))
+    return acc / total
+
+
+@triton.jit
+def merge_partials(
+    partial_out,
+    partial_lse,
+    slot_indptr,
+    out_ptr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (token, block of HEADS heads): merge the token's partial results into `out`.
+
+    SLOTS      partial results loaded at once; those of a token are consecutive
+    DEPENDENT  the previous kernel, which writes the partial results, may still run
+
+    Tokens without slots were written directly and are skipped."""
+    token = tl.program_id(0)
+    start = tl.load(slot_indptr + token)
+    end = tl.load(slot_indptr + token + 1)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    if start >= end:
+        return
+    offs_d = tl.arange(0, D)
+    for index in tl.static_range(HEADS):
+        head = tl.program_id(1) * HEADS + index
+        merged = _merged(partial_out, partial_lse, start, end, head, offs_d, H, D, SLOTS)
+        row = token.to(tl.int64) * H + head
+        tl.store(out_ptr + row * D + offs_d, merged.to(out_ptr.dtype.element_ty))

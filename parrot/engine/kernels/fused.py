@@ -146,6 +146,6 @@ def silu_mul(
         BLOCK=block,
         GELU=gelu,
         CODES=codes,
-        num_warps=16 if block > 8192 else 8 if block > 2048 else 4,
+        num_warps=32 if block > 8192 else 8 if block > 2048 else 4,
     )
     return out

@@ -17,8 +17,10 @@ from parrot.engine.core.steps import (
     StepResult,
     Transfer,
 )
+from parrot.engine.kernels.launch import E4M3_RATE, MATRIX_RATE
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.forward import make_forward
+from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.tensors import num_layer_weights
 from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
 from parrot.engine.runner.graphs import (
@@ -127,8 +129,8 @@ class CudaRunner:
         spec, device = model.spec, model.device
         self._cache = _make_cache(model, num_blocks, block_size, options)
         self._copies = _make_copies(self._cache, options, unit)
-        layer_weights = num_layer_weights(spec)
-        mixed = mixed_sizes(options.max_rows, options.max_tokens, layer_weights)
+        token_s = _layer_token_s(model)
+        mixed = mixed_sizes(options.max_rows, options.max_tokens, token_s)
         self._info = runner_info(
             model,
             self._cache,
@@ -151,7 +153,7 @@ class CudaRunner:
             1,
             rules=spec.rules,
             upcast=options.upcast,
-            layer_weights=layer_weights,
+            token_s=token_s,
         )
         shape, split = self._attention.shape, self._attention.split_config()
         self.planner = WorkPlanner(shape, options.gate, split)
@@ -294,6 +296,12 @@ class CudaRunner:
             return
         planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
         self.computer.compute(PlannedStep(*planned, step.slot_changes))
+
+
+def _layer_token_s(model: Decoder) -> float:
+    """The seconds that the products of a layer take per token of a long prompt."""
+    rate = E4M3_RATE if isinstance(model.layers[0].qkv, Fp8Linear) else MATRIX_RATE
+    return 2 * num_layer_weights(model.spec) / rate
 
 
 def _make_cache(model: Decoder, num_blocks: int, block_size: int, options: CudaOptions) -> KVCache:

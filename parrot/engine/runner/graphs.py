@@ -18,7 +18,6 @@ from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, config
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.launch import MATRIX_RATE
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +25,9 @@ _MAX_SHARED = 128  # Most shared items in a decode graph. Plans with more items 
 _MIN_SHARED = 8  # Fewest shared items in the capacity of a decode graph with shared items.
 
 _CAPTURE_AFTER = 8  # A missing graph is captured when it is needed for this number of times.
-# Launching an eager layer takes the CPU this long, in seconds. Steps whose layers run longer on the
-# GPU have no graph.
-_LAUNCH_S = 200e-6
+# Launching an eager layer takes the CPU up to this long, in seconds (200 to 1200 us on the hosts
+# that were measured). Steps whose layers run longer on the GPU have no graph.
+_LAUNCH_S = 600e-6
 _MAX_MIXED = 2048  # Most tokens in a graph of steps with prompts.
 _MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
@@ -65,14 +64,14 @@ def bucket_list(max_rows: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 
-def mixed_sizes(max_rows: int, max_tokens: int, layer_weights: int) -> tuple[StepSize, ...]:
+def mixed_sizes(max_rows: int, max_tokens: int, token_s: float) -> tuple[StepSize, ...]:
     """The sizes of graphs for steps with prompts or drafts.
 
-    `layer_weights`: the number of weights in one layer."""
+    `token_s`: the seconds that a layer takes per token of a long prompt."""
     # A large step runs longer than its launch takes. Then padding costs more than a graph saves.
-    useful = int(_LAUNCH_S * MATRIX_RATE / (2 * layer_weights))
-    limit = min(max_tokens, _MAX_MIXED, useful)
-    sizes = [8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, _MAX_MIXED]
+    limit = min(max_tokens, _MAX_MIXED, int(_LAUNCH_S / token_s))
+    sizes = [8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536]
+    sizes += [1792, _MAX_MIXED]
     return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
 
 
@@ -144,6 +143,8 @@ class StepGraphs:
         self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
         self._num_missed: Counter[tuple[StepSize, Capacity]] = Counter()
         self._pool = torch.cuda.graph_pool_handle()
+        # The logits of all graphs with prompts, [rows, tokens]. The next step overwrites them.
+        self._logits: torch.Tensor | None = None
         self.num_replays = 0
 
     def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
@@ -192,14 +193,24 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # Compile kernels and set up libraries: both are impossible during a capture.
-            self._compute(size, plan, self._attention)
+            decoded = self._compute(size, plan, self._attention)
+            if size.logits is not None and self._logits is None:
+                num_rows = max(size.logits or 0 for size in self.sizes)
+                self._logits = decoded.logits.new_empty((num_rows, *decoded.logits.shape[1:]))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             decoded = self._compute(size, plan, self._attention)
+            if size.logits is not None:
+                decoded = decoded._replace(logits=self._kept(decoded.logits))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, capacity)
         captured = self._graphs[size][capacity] = Graph(graph, plan, decoded)
         return captured
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        """Copy logits to the common buffer, so that their memory can be used again."""
+        assert self._logits is not None, "the buffer is allocated before the first capture"
+        return self._logits[: len(logits)].copy_(logits)
 
 
 def _launched(capacity: Capacity) -> int:

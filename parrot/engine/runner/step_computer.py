@@ -15,7 +15,6 @@ from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.core.steps import SampleSpec
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.launch import MATRIX_RATE
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.kernels.sampling import (
     adjust_logits,
@@ -227,10 +226,10 @@ class WatchedAttention(TritonAttention):
     The rest of the step takes long enough for the CPU to plan the next step and launch its first
     kernels."""
 
-    def __init__(self, *args: Any, layer_weights: int, **kwargs: Any) -> None:
-        """`layer_weights`: the number of weights in one layer. Other arguments: see the base."""
+    def __init__(self, *args: Any, token_s: float, **kwargs: Any) -> None:
+        """`token_s`: the seconds that a layer takes per token. Other arguments: see the base."""
         super().__init__(*args, **kwargs)
-        self._lead_tokens = _LEAD_S * MATRIX_RATE / (2 * layer_weights)
+        self._lead_tokens = _LEAD_S / token_s
         self._due_layer = 0
         self.due = Mark(self.device)
 

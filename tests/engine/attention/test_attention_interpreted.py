@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.attention import tree_attention
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import (
     Capacity,
@@ -246,6 +247,16 @@ def test_shared_and_unshared_plans_agree(quantised: bool) -> None:
     shared = run(case, shape)
     alone = run(case, shape, gate=None)
     assert relative_error(shared, alone.double()) < 1e-6
+
+
+def test_a_program_merges_several_heads_in_large_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = AttentionShape(16, 4, 16, 16)
+    case = make_case([*MIXED, Request((), 100)], shape, dtype=torch.float32)
+    few = run(case, shape)
+    monkeypatch.setattr(tree_attention, "_MANY_TOKENS", 64)
+    many = run(case, shape)
+    check(case, many)
+    assert many.equal(few)
 
 
 @pytest.mark.parametrize("quantised", [False, True])

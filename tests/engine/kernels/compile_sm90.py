@@ -157,7 +157,9 @@ def convert_variant() -> dict[str, Any]:
     )
 
 
-def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str, Any]:
+def merge_variant(
+    *, dim: int = 128, slots: int = 8, heads: int = 1, warps: int = 1
+) -> dict[str, Any]:
     from parrot.engine.kernels.attention_kernels import merge_partials
 
     pointers = {
@@ -169,7 +171,7 @@ def merge_variant(*, dim: int = 128, slots: int = 8, warps: int = 1) -> dict[str
     return compile_kernel(
         merge_partials,
         pointers,
-        {"H": 32, "D": dim, "SLOTS": slots, "DEPENDENT": True},
+        {"H": 32, "D": dim, "SLOTS": slots, "HEADS": heads, "DEPENDENT": True},
         divisible=tuple(pointers),
         num_warps=warps,
     )
