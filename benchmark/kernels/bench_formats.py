@@ -1,0 +1,161 @@
+"""Time the matrix products of a layer with weights in each format.
+
+    python -m benchmark.kernels.bench_formats [--models Llama-3.1-8B ...] [--rows 1 8 64]
+        [--output FILE.json]
+
+The products run with their norms, residuals and SiLU in one CUDA graph, in consecutive layers whose
+weights are larger than L2. Attention is left out, since it is the same for all formats. The floor
+is the time to read the weights once at the copy rate of an H200, or the time of the products on its
+tensor cores, whichever is longer."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels.attention_cases import normal
+from benchmark.kernels.layers import MODELS, Model
+from benchmark.kernels.timing import time_graph
+from benchmark.results import Report, run
+from parrot.engine.kernels.launch import E4M3_RATE
+from parrot.engine.kernels.linear.products import Rows
+from parrot.engine.kernels.linear.words_layout import Words, block_of, width_of
+from parrot.engine.models.fp8 import BLOCK, Fp8Matrix
+from parrot.engine.models.fp8_weights import Fp8Weight
+from parrot.engine.models.fused_weights import LayerWeight, Weight
+from parrot.engine.models.layers import RMSNorm
+from parrot.engine.models.words_weights import WordsWeight
+
+_NUM_LAYERS = 6  # More bytes than L2 in each format.
+_STD = 0.02  # Standard deviation of weights.
+_WHOLE_ZERO = -136.0  # -128 - zero, for the zero 8.
+
+
+def plain(outputs: int, inputs: int) -> Weight:
+    return Weight(normal(outputs, inputs, std=_STD), None)
+
+
+def in_e4m3(outputs: int, inputs: int) -> Fp8Weight:
+    return Fp8Weight.of(Fp8Matrix.of(normal(outputs, inputs, std=_STD).float()), None)
+
+
+def in_blocks(outputs: int, inputs: int) -> Fp8Weight:
+    codes = normal(outputs, inputs).to(torch.float8_e4m3fn)
+    scales = torch.full((outputs // BLOCK, inputs // BLOCK), _STD, device="cuda")
+    return Fp8Weight.of(Fp8Matrix(codes, scales), None)
+
+
+def in_codes(
+    outputs: int, inputs: int, *, bits: int, group: int, has_least: bool = False
+) -> WordsWeight:
+    shape = inputs // block_of(bits, group), outputs, width_of(group)
+    words = torch.randint(-(2**15), 2**15, shape, device="cuda").to(torch.int16)
+    scales = torch.full((inputs // group, outputs), _STD / 2**bits, device="cuda").half()
+    factors = scales.view(torch.int16).to(torch.int32)
+    if has_least:
+        factors |= factors << 16
+    elif bits == 4:
+        factors |= torch.tensor(_WHOLE_ZERO, device="cuda").view(torch.int32)
+    return WordsWeight.of(Words(words, factors, inputs, bits, True, has_least), None)
+
+
+MakeWeight = Callable[[int, int], LayerWeight]
+
+FORMATS: dict[str, MakeWeight] = {
+    "bfloat16": plain,
+    "e4m3, a factor per row": in_e4m3,
+    "e4m3, a factor per block": in_blocks,
+    "four bits, groups of 128 (AWQ, GPTQ)": partial(in_codes, bits=4, group=128),
+    "four bits, groups of 32 (Q4_0)": partial(in_codes, bits=4, group=32),
+    "four bits with offsets (Q4_1, Q4_K)": partial(in_codes, bits=4, group=32, has_least=True),
+    "eight bits, groups of 32 (Q8_0)": partial(in_codes, bits=8, group=32),
+    "eight bits with offsets (Q5_K)": partial(in_codes, bits=8, group=32, has_least=True),
+    "eight bits, groups of 16 (Q6_K)": partial(in_codes, bits=8, group=16),
+}
+
+
+@dataclass(frozen=True)
+class FormatLayer:
+    qkv: LayerWeight
+    out: LayerWeight
+    gate_up: LayerWeight
+    down: LayerWeight
+
+    @classmethod
+    def of(cls, model: Model, make: MakeWeight) -> "FormatLayer":
+        hidden, heads = model.hidden, model.heads * 128
+        return cls(
+            make((model.heads + 2 * model.kv_heads) * 128, hidden),
+            make(hidden, heads),
+            make(2 * model.inner, hidden),
+            make(hidden, model.inner),
+        )
+
+    @property
+    def weights(self) -> tuple[LayerWeight, ...]:
+        return self.qkv, self.out, self.gate_up, self.down
+
+    def run(self, x: Rows, attended: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
+        """The layer's products. Returns the input of the next layer's qkv."""
+        self.qkv(x)
+        for_e4m3 = self.qkv.reads_e4m3
+        x = self.out.add_and_norm(attended, residual, norm, for_e4m3=for_e4m3)
+        hidden = self.gate_up.gated(x, for_e4m3=for_e4m3)
+        return self.down.add_and_norm(hidden, residual, norm, for_e4m3=for_e4m3)
+
+
+def num_bytes(weight: LayerWeight) -> int:
+    if isinstance(weight, WordsWeight):
+        return weight.matrix.num_bytes
+    if isinstance(weight, Fp8Weight):
+        return weight.weight.nbytes + weight.scales.nbytes
+    return weight.weight.nbytes
+
+
+def run_layers(
+    layers: Sequence[FormatLayer],
+    x: Rows,
+    attended: torch.Tensor,
+    residual: torch.Tensor,
+    norm: RMSNorm,
+) -> None:
+    for layer in layers:
+        x = layer.run(x, attended, residual, norm)
+
+
+def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator[dict[str, float]]:
+    """Time layers with each number of rows."""
+    layers = [FormatLayer.of(model, make) for _ in range(_NUM_LAYERS)]
+    layer_bytes = sum(map(num_bytes, layers[0].weights))
+    count = (model.heads * 2 + 2 * model.kv_heads) * 128 * model.hidden
+    count += 3 * model.inner * model.hidden
+    rate = E4M3_RATE if layers[0].qkv.reads_e4m3 else MATRIX_RATE
+    norm = RMSNorm(normal(model.hidden, std=_STD) + 1, 1e-5)
+    for rows in row_counts:
+        attended, residual = normal(rows, model.heads * 128), normal(rows, model.hidden)
+        first = normal(rows, model.hidden)
+
+        call = partial(run_layers, layers, first, attended, residual, norm)
+        us = time_graph(call, per_run=_NUM_LAYERS)
+        floor_us = max(layer_bytes / MEMORY_RATE, 2 * count * rows / rate) * 1e6
+        bits = 8 * layer_bytes / count
+        yield {"bits": bits, "rows": rows, "us": us, "floor_us": floor_us}
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3.1-8B"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256, 2048])
+
+
+def measure(args: argparse.Namespace, report: Report) -> None:
+    for model in args.models:
+        for name, make in FORMATS.items():
+            for row in bench(MODELS[model], args.rows, make):
+                report.add("rows", {"model": model, "format": name} | row)
+
+
+if __name__ == "__main__":
+    run(__name__)
