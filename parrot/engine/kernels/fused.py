@@ -10,6 +10,7 @@ from parrot.engine.kernels.fused_kernels import (
     silu_mul_kernel,
 )
 from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
+from parrot.engine.kernels.row_codes import Factors
 
 _SILU_BLOCK = 1024  # Columns that a program of `silu_mul` computes.
 _ROPE_HEADS = 8  # Heads that a program of `rope_and_store` rotates.
@@ -25,13 +26,15 @@ def add_rms_norm(
     *,
     add: bool = True,
     powers: torch.Tensor | None = None,
+    factors: Factors | None = None,
 ) -> torch.Tensor:
     """residual += x (or residual = x without `add`). Returns out = rms_norm(residual) * weight.
 
     `weight` is [size], all other tensors are [tokens, size]. `x` may be a slice of wider rows, or
     parts [parts, tokens, size] whose sum is x. Sums are computed in float32.
 
-    `powers` float32 [tokens, 1]: out is in e4m3, and these are its factors, an output."""
+    `powers` float32 [tokens, 1]: out is in e4m3, and these are its factors, an output. `factors`:
+    those of x."""
     size, parts = weight.shape[0], 1 if x.dim() == 2 else len(x)
     assert x.shape[-2:] == residual.shape == out.shape, (x.shape, residual.shape, out.shape)
     assert x.shape[-1] == size
@@ -47,6 +50,7 @@ def add_rms_norm(
         weight,
         out,
         powers,
+        *_arrays_of(factors),
         eps,
         x.stride(-2),
         x.stride(0) if parts > 1 else 0,
@@ -55,6 +59,7 @@ def add_rms_norm(
         ADD=add,
         PARTS=parts,
         CODES=codes,
+        FACTORS=factors is not None,
         num_warps=min(max(block // 1024, 1), 8),
         **early_launch(parts > 1 and starts_early(residual.device)),
     )
@@ -70,6 +75,7 @@ def rope_and_store(
     norm: HeadNorm | None = None,
     *,
     keep_k: bool = False,
+    factors: Factors | None = None,
 ) -> tuple[torch.Tensor, NewKV]:
     """Rotate q in place, and write k and v to the cache.
 
@@ -79,7 +85,8 @@ def rope_and_store(
     qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
     kv          the layer's cache, block tables and the tokens' positions
     table_rows  int32 [tokens]: each token's row of the block tables; negative to skip the token
-    cos_sin     float32 [positions, head_dim]: cosines, then sines, of half the dimensions"""
+    cos_sin     float32 [positions, head_dim]: cosines, then sines, of half the dimensions
+    factors     those of qkv"""
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
     assert qkv.shape[1] == num_heads * shape.head_dim, (qkv.shape, shape)
     assert qkv.stride(1) == 1
@@ -98,6 +105,7 @@ def rope_and_store(
         kv.v,
         kv.k_exponents,
         kv.v_exponents,
+        *_arrays_of(factors),
         0.0 if norm is None else norm.eps,
         qkv.stride(0),
         kv.k.stride(0),
@@ -110,6 +118,7 @@ def rope_and_store(
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
         QUANTISED=kv.is_quantised,
+        FACTORS=factors is not None,
         EARLY=len(qkv) <= _FEW_TOKENS,
         num_warps=2,
         **early_launch(starts_early(qkv.device)),
@@ -126,11 +135,12 @@ def silu_mul(
     *,
     gelu: bool = False,
     powers: torch.Tensor | None = None,
+    factors: Factors | None = None,
 ) -> torch.Tensor:
     """out [tokens, size] = silu(gate) * up, for gate_up [tokens, 2 size] = [gate | up].
 
     `gelu`: the tanh approximation of GELU instead of SiLU. `powers` float32 [tokens, 1]: out is in
-    e4m3, and these are its factors, an output."""
+    e4m3, and these are its factors, an output. `factors`: those of gate_up."""
     size = out.shape[1]
     assert gate_up.shape == (len(out), 2 * size), (gate_up.shape, out.shape)
     assert gate_up.is_contiguous()
@@ -142,10 +152,16 @@ def silu_mul(
         gate_up,
         out,
         powers,
+        *_arrays_of(factors),
         SIZE=size,
         BLOCK=block,
         GELU=gelu,
         CODES=codes,
+        FACTORS=factors is not None,
         num_warps=32 if block > 8192 else 8 if block > 2048 else 4,
     )
     return out
+
+
+def _arrays_of(factors: Factors | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    return (None, None) if factors is None else (factors.powers, factors.scales)

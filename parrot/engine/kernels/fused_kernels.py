@@ -17,12 +17,22 @@ from parrot.engine.kernels.quantised_kernels import numbers_of
 
 
 @triton.jit
+def _scaled(value, power, scales_at, inside):
+    """Numbers of a product times the power of their row and the scales of their outputs, rounded to
+    the product's type."""
+    scales = tl.load(scales_at, mask=inside, other=0.0)
+    return (value.to(tl.float32) * (power * scales)).to(value.dtype)
+
+
+@triton.jit
 def add_rms_norm_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
     out_ptr,
     powers_ptr,
+    x_powers_ptr,
+    x_scales_ptr,
     eps,
     stride_x,
     stride_part,
@@ -31,11 +41,13 @@ def add_rms_norm_kernel(
     ADD: tl.constexpr,
     PARTS: tl.constexpr,
     CODES: tl.constexpr,
+    FACTORS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (row): residual += x (without ADD: = x), out = rms_norm(residual) * weight.
 
     PARTS      x is the sum of PARTS tensors
+    FACTORS    x is to be multiplied by x_powers [rows] and x_scales [SIZE] first
     CODES      out is in e4m3, and powers [rows] are its factors
     DEPENDENT  the previous kernel, which writes x and the residual, may still run"""
     row = tl.program_id(0).to(tl.int64)
@@ -49,6 +61,9 @@ def add_rms_norm_kernel(
     value = tl.load(x_at, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         value += tl.load(x_at + part * stride_part, mask=inside, other=0.0)
+    if FACTORS:
+        power = tl.load(x_powers_ptr + row)
+        value = _scaled(value, power, x_scales_ptr + column, inside)
     at = residual_ptr + row * SIZE + column
     if ADD:
         before = tl.load(at, mask=inside, other=0.0)
@@ -81,6 +96,8 @@ def rope_and_store_kernel(
     v_cache,
     k_exponents,
     v_exponents,
+    powers_ptr,
+    scales_ptr,
     eps,
     stride_qkv,
     stride_page,
@@ -93,6 +110,7 @@ def rope_and_store_kernel(
     WITH_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
     QUANTISED: tl.constexpr,
+    FACTORS: tl.constexpr,
     EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -103,6 +121,7 @@ def rope_and_store_kernel(
     KEEP_K     also write k back in place
     QUANTISED  pages store codes and exponents (`quantised_kernels`); KEEP_K writes back the
                dequantised k and v
+    FACTORS    qkv is to be multiplied by powers [tokens] and scales [outputs] first
     DEPENDENT  the previous kernel, which writes qkv, may still run
     EARLY      the next kernel may start at once, which is faster for few tokens
 
@@ -123,6 +142,11 @@ def rope_and_store_kernel(
     at = qkv_ptr + token * stride_qkv + head[:, None] * D + half[None, :]
     x1 = tl.load(at, mask=inside, other=0.0)
     x2 = tl.load(at + D // 2, mask=inside, other=0.0)
+    if FACTORS:
+        power = tl.load(powers_ptr + token)
+        scales_at = scales_ptr + head[:, None] * D + half[None, :]
+        x1 = _scaled(x1, power, scales_at, inside)
+        x2 = _scaled(x2, power, scales_at + D // 2, inside)
     is_v = head >= H + HKV
     y1 = x1.to(tl.float32)
     y2 = x2.to(tl.float32)
@@ -182,25 +206,36 @@ def silu_mul_kernel(
     gate_up_ptr,
     out_ptr,
     powers_ptr,
+    x_powers_ptr,
+    x_scales_ptr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     GELU: tl.constexpr,
     CODES: tl.constexpr,
+    FACTORS: tl.constexpr,
 ):
     """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up].
 
-    GELU   apply the tanh approximation of GELU instead
-    CODES  a block is a whole row; out is in e4m3, and powers [rows] are its factors"""
+    GELU     apply the tanh approximation of GELU instead
+    CODES    a block is a whole row; out is in e4m3, and powers [rows] are its factors
+    FACTORS  multiply gate and up by x_powers [rows] and x_scales [2 SIZE] first"""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     at = gate_up_ptr + row * 2 * SIZE + column
-    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(at + SIZE, mask=inside, other=0.0).to(tl.float32)
+    kind = gate_up_ptr.dtype.element_ty
+    gate = tl.load(at, mask=inside, other=0.0)
+    up = tl.load(at + SIZE, mask=inside, other=0.0)
+    if FACTORS:
+        row_power = tl.load(x_powers_ptr + row)
+        gate = _scaled(gate, row_power, x_scales_ptr + column, inside)
+        up = _scaled(up, row_power, x_scales_ptr + SIZE + column, inside)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
     power = gate
     if GELU:  # 1 + tanh(x) is 2 * sigmoid(2 * x), and 1.596 is 2 * sqrt(2 / pi).
         power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = (gate * tl.sigmoid(power) * up).to(gate_up_ptr.dtype.element_ty)
+    result = (gate * tl.sigmoid(power) * up).to(kind)
     if CODES:
         result, factor = coded(result)
         tl.store(powers_ptr + row, factor)

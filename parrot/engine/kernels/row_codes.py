@@ -29,6 +29,17 @@ class CodedRows:
         return cls(codes, like.new_empty((len(like), 1), dtype=torch.float32), like.dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors that a product in e4m3 has yet to be multiplied by: number [r, c] by powers[r, 0]
+    and scales[c].
+
+    `powers` float32 [tokens, 1], powers of two; `scales` float32 [outputs]"""
+
+    powers: torch.Tensor
+    scales: torch.Tensor
+
+
 @triton.jit
 def row_codes_kernel(
     x_ptr,

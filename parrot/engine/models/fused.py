@@ -182,5 +182,8 @@ class FusedDecoder:
             q = qkv.rotated(x, where)
         else:
             keep_k = bool(plan.buffers.work.dense)
-            q, new = rope_and_store(qkv(x), *where, layer.head_norm, keep_k=keep_k)
+            product, factors = qkv.unscaled(x)
+            q, new = rope_and_store(
+                product, *where, layer.head_norm, keep_k=keep_k, factors=factors
+            )
         return attention.attend(index, q, new, plan, only_last=only_last)

@@ -20,7 +20,7 @@ from parrot.engine.kernels.linear.products import (
     parts_of,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
-from parrot.engine.kernels.row_codes import CodedRows
+from parrot.engine.kernels.row_codes import CodedRows, Factors
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.parallel import Ranks
 
@@ -69,6 +69,10 @@ class LayerWeight(ABC):
     def _many(self, x: Rows, out: torch.Tensor) -> None:
         """Write the product of more rows to `out` [rows, outputs]."""
         out.copy_(self(x))
+
+    def unscaled(self, x: Rows) -> tuple[torch.Tensor, Factors | None]:
+        """The product, and the factors that it has yet to be multiplied by."""
+        return self(x), None
 
     @property
     def num_outputs(self) -> int:

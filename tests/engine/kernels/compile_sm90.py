@@ -178,7 +178,13 @@ def merge_variant(
 
 
 def norm_variant(
-    *, size: int = 4096, warps: int = 4, gain: str = "*bf16", parts: int = 1, codes: bool = False
+    *,
+    size: int = 4096,
+    warps: int = 4,
+    gain: str = "*bf16",
+    parts: int = 1,
+    codes: bool = False,
+    factors: bool = False,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import add_rms_norm_kernel
 
@@ -190,6 +196,11 @@ def norm_variant(
         pointers |= {"out_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
     constants = {} if parts > 1 or codes else {"powers_ptr": None}
     constants |= {"PARTS": parts, "CODES": codes, "DEPENDENT": parts > 1}
+    pointers, constants = with_factors(
+        pointers, constants, "x_powers_ptr", "x_scales_ptr", factors=factors
+    )
+    if factors:
+        pointers["x_ptr"] = "*fp32"
     return compile_kernel(
         add_rms_norm_kernel,
         {**pointers, "eps": "fp32", "stride_x": "i32", "stride_part": "i32"},
@@ -208,6 +219,7 @@ def rope_variant(
     dim: int = 128,
     gain: str = "*bf16",
     warps: int = 2,
+    factors: bool = False,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
 
@@ -232,6 +244,9 @@ def rope_variant(
         pointers |= {"q_weight": gain, "k_weight": gain}
     else:
         constants |= {"q_weight": None, "k_weight": None}
+    pointers, constants = with_factors(
+        pointers, constants, "powers_ptr", "scales_ptr", factors=factors
+    )
     strides = dict.fromkeys(("stride_qkv", "stride_page", "stride_table"), "i32")
     return compile_kernel(
         rope_and_store_kernel,
@@ -257,7 +272,12 @@ def block_copy_variant(*, gather: bool, words: int = 16384) -> dict[str, Any]:
 
 
 def silu_variant(
-    *, size: int = 14336, warps: int = 4, gelu: bool = False, codes: bool = False
+    *,
+    size: int = 14336,
+    warps: int = 4,
+    gelu: bool = False,
+    codes: bool = False,
+    factors: bool = False,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import silu_mul_kernel
 
@@ -265,6 +285,9 @@ def silu_variant(
     if codes:
         pointers |= {"out_ptr": "*fp8e4nv", "powers_ptr": "*fp32"}
     constants = {"GELU": gelu, "CODES": codes} | ({} if codes else {"powers_ptr": None})
+    pointers, constants = with_factors(
+        pointers, constants, "x_powers_ptr", "x_scales_ptr", factors=factors
+    )
     block = triton.next_power_of_2(size) if codes else 1024
     return compile_kernel(
         silu_mul_kernel,
@@ -324,6 +347,15 @@ def with_codes(
     else:
         constants |= {"powers_ptr": None}
     return pointers, constants | {"E4M3": True}
+
+
+def with_factors(
+    pointers: dict[str, str], constants: dict[str, Any], *names: str, factors: bool
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """The arguments of kernels that read a product, with or without its factors `names`."""
+    if factors:
+        return pointers | dict.fromkeys(names, "*fp32"), constants | {"FACTORS": True}
+    return pointers, constants | dict.fromkeys(names) | {"FACTORS": False}
 
 
 def codes_of(bits: int, group: int, *, least: bool) -> dict[str, Any]:

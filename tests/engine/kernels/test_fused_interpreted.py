@@ -23,12 +23,48 @@ from parrot.engine.kernels.linear.products import (
     num_splits,
 )
 from parrot.engine.kernels.linear.tiles import FEW_ROWS, Product
+from parrot.engine.kernels.row_codes import Factors
 from tests.support.kernel_cases import relative_error, rms_norm_reference, rope_reference
+from tests.support.rotation import Rotation
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() or "Interpreted" not in type(fused_kernels.silu_mul_kernel).__name__,
     reason="the kernels were imported for a device; tests/gpu runs these cases",
 )
+
+
+def factors_for(num_rows: int, num_out: int, generator: torch.Generator) -> Factors:
+    powers = torch.exp2(torch.randint(-9, 9, (num_rows, 1), generator=generator).float())
+    return Factors(powers, torch.rand(num_out, generator=generator) + 0.5)
+
+
+@pytest.mark.parametrize("kernel", ["add_rms_norm", "silu_mul", "rope_and_store"])
+def test_factors_are_applied_first(kernel: str) -> None:
+    """A kernel after a product without its factors gives the same bits as after a whole product."""
+    generator = torch.Generator().manual_seed(3)
+    shape = AttentionShape(5, 1, 32, 16)
+    num_rows, num_out = 5, 7 * 32 if kernel == "rope_and_store" else 200
+    factors = factors_for(num_rows, num_out, generator)
+    product = torch.randn(num_rows, num_out, generator=generator)
+    whole = product * (factors.powers * factors.scales)
+    residual = torch.randn(num_rows, num_out, generator=generator)
+    gain = torch.rand(num_out, generator=generator)
+    results = []
+    for x, given in ((product, factors), (whole, None)):
+        if kernel == "add_rms_norm":
+            total, out = residual.clone(), torch.full_like(residual, float("nan"))
+            add_rms_norm(x, total, gain, 1e-5, out, factors=given)
+            results.append([total, out])
+        elif kernel == "silu_mul":
+            out = torch.full((num_rows, num_out // 2), float("nan"))
+            results.append([silu_mul(x, out, factors=given)])
+        else:
+            rotation = Rotation(shape, num_rows, torch.Generator().manual_seed(4))
+            q, _ = rope_and_store(x.clone(), *rotation.where, factors=given)
+            kv = rotation.where[0]
+            results.append([q, kv.k.nan_to_num(), kv.v.nan_to_num()])
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
 
 
 FEW_ROWS_SHAPES = [(8, 64), (21, 1500), (16, 2048)]  # Each pair is (outputs, inputs).
