@@ -310,15 +310,14 @@ def test_tiles_fit_a_multiprocessor(splits: int) -> None:
                 assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
 
 
-def test_narrow_products_of_small_blocks_have_more_warps() -> None:
-    def slices(num_out: int) -> list[int]:
-        return [
-            WordsProduct(8, num_out, 4096 // x, block=x).tile()["SLICES"] for x in (128, 64, 32)
-        ]
+def test_products_of_small_blocks_have_more_warps_or_stages() -> None:
+    def found(num_out: int, key: str) -> list[int]:
+        return [WordsProduct(8, num_out, 4096 // x, block=x).tile()[key] for x in (128, 64, 32)]
 
-    assert slices(4096) == [4, 8, 8], "a multiprocessor has one program"
-    assert slices(6144) == [2, 4, 8]
-    assert slices(28672) == [4, 4, 4], "many programs occupy a GPU"
+    assert found(4096, "SLICES") == [4, 8, 4], "a multiprocessor has one program"
+    assert found(6144, "SLICES") == [2, 4, 4]
+    assert found(28672, "SLICES") == [4, 4, 4], "many programs occupy a GPU"
+    assert found(28672, "STAGES") == [3, 3, 6]
 
 
 @pytest.mark.parametrize("part", range(4))
