@@ -10,7 +10,7 @@ tensor cores, whichever is longer."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -152,6 +152,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in args.models:
+        report.uses(model, asdict(MODELS[model]))
         for name, make in FORMATS.items():
             for row in bench(MODELS[model], args.rows, make):
                 report.add("rows", {"model": model, "format": name} | row)

@@ -1,6 +1,7 @@
 """The tables of docs/performance.md and README.md."""
 
 import re
+import statistics
 
 from benchmark.results import load
 from benchmark.tables.markdown import Cell, Row, digits, spread, table
@@ -125,9 +126,25 @@ def e4m3_weights() -> str:
         [case, f"{digits(ours[key])} ms", f"{digits(theirs[key])} ms"]
         for case, key in cases.items()
     ]
+    for n in (1024, 512):
+        median_ms = statistics.median(ours[f"prompts_{n}_ms"])
+        rows.insert(3, [f"prompt of {n:,} tokens", f"{digits(median_ms)} ms", "-"])
     rates = (f"{side['256_tok_s']:,.0f} tokens/s" for side in (ours, theirs))
     rows.append(["256 requests at once", *rates])
     return _with_source(["Llama-3.1-8B in FP8", "Parrot", "vLLM 0.25.1"], rows, name)
+
+
+def formats() -> str:
+    """Times of a layer's products by format, and how many times the floor they are."""
+    name = "kernels_formats_h200"
+    cells: dict[str, list[Cell]] = {}
+    counts = [1, 8, 64, 256, 2048]
+    for row in load(f"{name}.json")["rows"]:
+        cell = f"{digits(row['us'])} ({row['us'] / row['floor_us']:.1f})"
+        cells.setdefault(row["format"], [f"{row['bits']:.3g}"]).append(cell)
+        assert row["rows"] == counts[len(cells[row["format"]]) - 2], row
+    heads = ["format", "bits", *(f"{n:,} {'row' if n == 1 else 'rows'}" for n in counts)]
+    return _with_source(heads, [[key, *values] for key, values in cells.items()], name)
 
 
 def families() -> str:

@@ -24,6 +24,7 @@ from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.tensors import num_layer_weights
 from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
 from parrot.engine.runner.graphs import (
+    LAUNCH_S,
     GraphCapacities,
     StepGraphs,
     StepSize,
@@ -130,14 +131,14 @@ class CudaRunner:
         self._cache = _make_cache(model, num_blocks, block_size, options)
         self._copies = _make_copies(self._cache, options, unit)
         token_s = _layer_token_s(model)
-        mixed = mixed_sizes(options.max_rows, options.max_tokens, token_s)
+        least, most = (_mixed_sizes(options, launch_s / token_s) for launch_s in LAUNCH_S)
         self._info = runner_info(
             model,
             self._cache,
             num_blocks,
             options.max_seq_len,
             options.num_host_blocks,
-            draft_sizes=[size.rows for size in mixed if size.rows <= options.max_rows],
+            draft_sizes=[size.rows for size in least if size.rows <= options.max_rows],
             num_slots=options.num_slots,
             num_host_slots=options.num_host_slots,
         )
@@ -166,13 +167,11 @@ class CudaRunner:
             self._cache.num_blocks if options.num_slots else 0,
         )
         if options.use_graphs:
+            # All ranks must have the same graphs, so their launches are not timed.
+            mixed = most if model.vocabulary is None else least
             sizes = [*(StepSize(rows) for rows in bucket_list(options.max_rows)), *mixed]
-            self.computer.graphs = StepGraphs(
-                self._attention,
-                GraphCapacities(shape, split),
-                sizes,
-                self.computer.compute_in_place,
-            )
+            capacities, compute = GraphCapacities(shape, split), self.computer.compute_in_place
+            self.computer.graphs = StepGraphs(self._attention, capacities, sizes, compute)
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()
         self._launching.set_result(torch.empty(0))
@@ -296,6 +295,10 @@ class CudaRunner:
             return
         planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
         self.computer.compute(PlannedStep(*planned, step.slot_changes))
+
+
+def _mixed_sizes(options: CudaOptions, max_tokens: float) -> tuple[StepSize, ...]:
+    return mixed_sizes(options.max_rows, min(options.max_tokens, int(max_tokens)))
 
 
 def _layer_token_s(model: Decoder) -> float:

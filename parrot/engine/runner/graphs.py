@@ -25,9 +25,8 @@ _MAX_SHARED = 128  # Most shared items in a decode graph. Plans with more items 
 _MIN_SHARED = 8  # Fewest shared items in the capacity of a decode graph with shared items.
 
 _CAPTURE_AFTER = 8  # A missing graph is captured when it is needed for this number of times.
-# Launching an eager layer takes the CPU up to this long, in seconds (200 to 1200 us on the hosts
-# that were measured). Steps whose layers run longer on the GPU have no graph.
-_LAUNCH_S = 600e-6
+# The least and the most time, in seconds, that launching an eager layer takes the CPU.
+LAUNCH_S = 200e-6, 800e-6
 _MAX_MIXED = 2048  # Most tokens in a graph of steps with prompts.
 _MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
@@ -64,15 +63,16 @@ def bucket_list(max_rows: int) -> tuple[int, ...]:
     return (*(s for s in sizes if s < max_rows), max_rows) if max_rows <= 512 else tuple(sizes)
 
 
-def mixed_sizes(max_rows: int, max_tokens: int, token_s: float) -> tuple[StepSize, ...]:
-    """The sizes of graphs for steps with prompts or drafts.
-
-    `token_s`: the seconds that a layer takes per token of a long prompt."""
-    # A large step runs longer than its launch takes. Then padding costs more than a graph saves.
-    limit = min(max_tokens, _MAX_MIXED, int(_LAUNCH_S / token_s))
+def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
+    """The sizes of graphs for steps of up to `max_tokens` tokens with prompts or drafts."""
     sizes = [8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536]
     sizes += [1792, _MAX_MIXED]
-    return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= limit)
+    return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= max_tokens)
+
+
+def useful_sizes(sizes: Sequence[StepSize], max_tokens: int) -> tuple[StepSize, ...]:
+    """All sizes for decodes, and those of up to `max_tokens` tokens with prompts."""
+    return tuple(s for s in sizes if s.logits is None or s.rows <= max_tokens)
 
 
 class GraphCapacities:

@@ -1,6 +1,8 @@
 """Runs planned steps on the GPU, as CUDA graphs or eagerly."""
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +27,7 @@ from parrot.engine.kernels.sampling import (
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.models.forward import Forward
 from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
-from parrot.engine.runner.graphs import Decoded, StepGraphs, StepSize
+from parrot.engine.runner.graphs import LAUNCH_S, Decoded, StepGraphs, StepSize, useful_sizes
 from parrot.engine.runner.inputs import (
     DRAWN,
     LIMITED,
@@ -130,6 +132,7 @@ _CONTEXTS = (64, 2048)  # Context lengths, in tokens, of the plans for which gra
 # Prompt lengths, in tokens, that together use every kernel. Products of few rows have variants for
 # the next power of two, for multiples of 16, and for 1 and 2 rows.
 _PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
+_NUM_LAUNCHES = 5  # Launches that the warm-up times.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +151,15 @@ class SyntheticPlans:
         The steps are prompts, and decodes with and without a prompt. One variant of the decodes has
         enough programs for the light tiles (`KernelConfig`)."""
         short = min(_CONTEXTS[0], self.max_seq_len)
-        plans = [self._plan([n], n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
+        plans = [self.prompt(n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
         for q_lens in ([1], [1, short]):
             few = self._plan(q_lens, short)
             enough = config_for(self.shape).deep_resident // self.shape.num_kv_heads + 1
             plans += [few, replace(few, narrow=np.repeat(few.narrow, enough, axis=0))]
         return plans
+
+    def prompt(self, length: int) -> WorkList:
+        return self._plan([length], length)
 
     def for_graphs(self, size: StepSize) -> list[WorkList]:
         """Prompts with and without converted pages, or decodes with short contexts, with long
@@ -229,6 +235,7 @@ class WatchedAttention(TritonAttention):
     def __init__(self, *args: Any, token_s: float, **kwargs: Any) -> None:
         """`token_s`: the seconds that a layer takes per token. Other arguments: see the base."""
         super().__init__(*args, **kwargs)
+        self.token_s = token_s
         self._lead_tokens = _LEAD_S / token_s
         self._due_layer = 0
         self.due = Mark(self.device)
@@ -461,6 +468,9 @@ class StepComputer:
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
         report("compiling the sampling kernels")
         self._sampler.warm_up(logits[:1], token_ids)
+        if self.graphs is not None and self._vocabulary is None:
+            report("timing launches")
+            self.graphs.sizes = useful_sizes(self.graphs.sizes, self._launched_tokens())
         # cuDNN's plans belong to the launcher thread.
         for num_tokens in self._synthetic.dense_lengths():
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
@@ -469,6 +479,20 @@ class StepComputer:
             self.capture(size)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+    def _launched_tokens(self) -> int:
+        """The number of prompt tokens that the GPU computes in the time that a launch takes.
+
+        Larger steps need no graph: padding would cost more than a graph saves."""
+        attention, work = self._attention, self._synthetic.prompt(max(_PROMPTS))
+        times = []
+        for _ in range(_NUM_LAUNCHES):
+            torch.cuda.synchronize(self._device)
+            start = time.perf_counter()
+            self._launcher.submit(self._run_padding, work).result()
+            times.append(time.perf_counter() - start)
+        layer_s = max(statistics.median(times) / attention.num_layers, LAUNCH_S[0])
+        return int(layer_s / attention.token_s)
 
     @torch.inference_mode()
     def capture(self, size: StepSize) -> None:

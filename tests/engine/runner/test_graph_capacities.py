@@ -14,7 +14,13 @@ from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.tree_attention import PlanBuffers
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.runner.graphs import GraphCapacities, StepSize, mixed_sizes
+from parrot.engine.runner.graphs import (
+    GraphCapacities,
+    StepSize,
+    bucket_list,
+    mixed_sizes,
+    useful_sizes,
+)
 from parrot.engine.runner.step_computer import SyntheticPlans
 
 SHAPE = AttentionShape(32, 32, 64, 64)
@@ -67,19 +73,18 @@ def test_only_plans_that_convert_pages_get_a_capacity_for_conversions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "token_us", "largest"),
-    [(8192, 0.1, 2048), (700, 0.1, 640), (8192, 0.55, 1024), (8192, 2.0, 256), (8192, 100.0, 0)],
+    ("max_tokens", "largest"), [(8192, 2048), (1087, 1024), (700, 640), (256, 256), (7, 0)]
 )
-def test_prompts_have_graphs_up_to_the_size_whose_layers_run_longer_than_their_launch(
-    max_tokens: int, token_us: float, largest: int
-) -> None:
-    sizes = mixed_sizes(256, max_tokens, token_us * 1e-6)
+def test_prompts_have_graphs_up_to_a_number_of_tokens(max_tokens: int, largest: int) -> None:
+    sizes = mixed_sizes(256, max_tokens)
     rows = [size.rows for size in sizes]
     assert max(rows, default=0) == largest
     assert rows == sorted(rows)
     assert all(size.logits == min(size.rows, 256) for size in sizes)
     # At most a third of a step with more than 64 tokens is padding.
     assert all(after <= 1.5 * before for before, after in pairwise(rows) if before > 64)
+    decodes = [StepSize(n) for n in bucket_list(256)]
+    assert useful_sizes([*decodes, *mixed_sizes(256, 8192)], max_tokens) == (*decodes, *sizes)
 
 
 @pytest.mark.parametrize("number_bytes", [1, 2])
