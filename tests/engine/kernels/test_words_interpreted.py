@@ -310,6 +310,15 @@ def test_tiles_fit_a_multiprocessor(splits: int) -> None:
                 assert step * tile["STAGES"] <= 227 * 1024, (num_rows, num_out, tile)
 
 
+def test_large_steps_dequantise_sooner_if_groups_are_small() -> None:
+    def most_rows(num_out: int, group: int, *, has_least: bool = False) -> int:
+        return WordsProduct(1, num_out, 32, group=group, has_least=has_least).most_rows
+
+    assert most_rows(28672, 128) == 256
+    assert most_rows(4096, 128) == most_rows(28672, 32) == 128
+    assert most_rows(28672, 128, has_least=True) == 128
+
+
 def test_products_of_small_blocks_have_more_warps_or_stages() -> None:
     def found(num_out: int, key: str) -> list[int]:
         return [WordsProduct(8, num_out, 4096 // x, block=x).tile()[key] for x in (128, 64, 32)]

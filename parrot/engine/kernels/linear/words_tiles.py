@@ -30,17 +30,26 @@ class WordsProduct:
     blocks: int  # In all splits.
     splits: int = 1
     block: int = _LARGEST_BLOCK  # Inputs of a block.
+    group: int = _LARGEST_BLOCK  # Inputs with one scale.
     has_least: bool = False
 
     @classmethod
     def of(cls, rows: int, weight: Words, splits: int = 1) -> "WordsProduct":
-        block, has_least = weight.block, weight.has_least
-        return cls(rows, weight.outputs, weight.num_blocks, splits, block, has_least)
+        return cls(
+            rows,
+            weight.outputs,
+            weight.num_blocks,
+            splits,
+            weight.block,
+            weight.group,
+            weight.has_least,
+        )
 
     @property
     def most_rows(self) -> int:
         """With more rows, a product with the dequantised weight is faster."""
-        return 256 if self.outputs > _MANY_OUTPUTS else 128
+        is_simple = self.group >= _LARGEST_BLOCK and not self.has_least
+        return 256 if is_simple and self.outputs > _MANY_OUTPUTS else 128
 
     @property
     def num_splits(self) -> int:
