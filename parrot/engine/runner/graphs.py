@@ -27,7 +27,11 @@ _MIN_SHARED = 8  # Fewest shared items in the capacity of a decode graph with sh
 _CAPTURE_AFTER = 8  # A missing graph is captured when it is needed for this number of times.
 # The least and the most time, in seconds, that launching an eager layer takes the CPU.
 LAUNCH_S = 200e-6, 800e-6
-_MAX_MIXED = 2048  # Most tokens in a graph of steps with prompts.
+# Tokens in the graphs of steps with prompts or drafts.
+_MIXED = (
+    *(8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
+    2048,
+)
 _MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
 
@@ -65,12 +69,10 @@ def bucket_list(max_rows: int) -> tuple[int, ...]:
 
 def mixed_sizes(max_rows: int, max_tokens: int) -> tuple[StepSize, ...]:
     """The sizes of graphs for steps of up to `max_tokens` tokens with prompts or drafts."""
-    sizes = [8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536]
-    sizes += [1792, _MAX_MIXED]
-    return tuple(StepSize(n, min(n, max_rows)) for n in sizes if n <= max_tokens)
+    return tuple(StepSize(n, min(n, max_rows)) for n in _MIXED if n <= max_tokens)
 
 
-def useful_sizes(sizes: Sequence[StepSize], max_tokens: int) -> tuple[StepSize, ...]:
+def limited(sizes: Sequence[StepSize], max_tokens: int) -> tuple[StepSize, ...]:
     """All sizes for decodes, and those of up to `max_tokens` tokens with prompts."""
     return tuple(s for s in sizes if s.logits is None or s.rows <= max_tokens)
 
@@ -146,6 +148,10 @@ class StepGraphs:
         # The logits of all graphs with prompts, [rows, tokens]. The next step overwrites them.
         self._logits: torch.Tensor | None = None
         self.num_replays = 0
+
+    def limit(self, max_tokens: int) -> None:
+        """Have no graphs for steps with prompts and more tokens. Call it before all captures."""
+        self.sizes = limited(self.sizes, max_tokens)
 
     def size(self, num_rows: int, num_logits: int | None) -> StepSize | None:
         """The smallest size that holds a step; None if no size does."""

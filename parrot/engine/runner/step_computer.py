@@ -27,7 +27,7 @@ from parrot.engine.kernels.sampling import (
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.models.forward import Forward
 from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
-from parrot.engine.runner.graphs import LAUNCH_S, Decoded, StepGraphs, StepSize, useful_sizes
+from parrot.engine.runner.graphs import LAUNCH_S, Decoded, StepGraphs, StepSize
 from parrot.engine.runner.inputs import (
     DRAWN,
     LIMITED,
@@ -470,7 +470,7 @@ class StepComputer:
         self._sampler.warm_up(logits[:1], token_ids)
         if self.graphs is not None and self._vocabulary is None:
             report("timing launches")
-            self.graphs.sizes = useful_sizes(self.graphs.sizes, self._launched_tokens())
+            self.graphs.limit(self._tokens_in_a_launch())
         # cuDNN's plans belong to the launcher thread.
         for num_tokens in self._synthetic.dense_lengths():
             self._launcher.submit(self._attention.prepare_dense, num_tokens).result()
@@ -480,7 +480,7 @@ class StepComputer:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _launched_tokens(self) -> int:
+    def _tokens_in_a_launch(self) -> int:
         """The number of prompt tokens that the GPU computes in the time that a launch takes.
 
         Larger steps need no graph: padding would cost more than a graph saves."""

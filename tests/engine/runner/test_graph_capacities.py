@@ -18,8 +18,8 @@ from parrot.engine.runner.graphs import (
     GraphCapacities,
     StepSize,
     bucket_list,
+    limited,
     mixed_sizes,
-    useful_sizes,
 )
 from parrot.engine.runner.step_computer import SyntheticPlans
 
@@ -84,7 +84,7 @@ def test_prompts_have_graphs_up_to_a_number_of_tokens(max_tokens: int, largest: 
     # At most a third of a step with more than 64 tokens is padding.
     assert all(after <= 1.5 * before for before, after in pairwise(rows) if before > 64)
     decodes = [StepSize(n) for n in bucket_list(256)]
-    assert useful_sizes([*decodes, *mixed_sizes(256, 8192)], max_tokens) == (*decodes, *sizes)
+    assert limited([*decodes, *mixed_sizes(256, 8192)], max_tokens) == (*decodes, *sizes)
 
 
 @pytest.mark.parametrize("number_bytes", [1, 2])
