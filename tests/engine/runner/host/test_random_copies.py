@@ -18,8 +18,8 @@ from parrot.engine.runner.host.copies import GIB
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.ranks import processes
-from parrot.utils.clock import MonotonicClock
 from tests.support import forked_modules
+from tests.support.manual_clock import ManualClock
 from tests.support.random_world import World
 from tests.support.tiny_model import make_tiny_model
 
@@ -70,7 +70,7 @@ def make_core(tmp_path: Path, ranks: int) -> tuple[EngineCore, ModelRunner]:
     runner, tokenizer, _ = load_runner(config)
     assert isinstance(runner, ModelRunner)
     assert runner.info.num_host_blocks == NUM_HOST_BLOCKS
-    return EngineCore(config, runner, Language.of(tokenizer), MonotonicClock()), runner
+    return EngineCore(config, runner, Language.of(tokenizer), ManualClock()), runner
 
 
 def whole_runner(tmp_path: Path) -> ModelRunner:
