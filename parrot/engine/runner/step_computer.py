@@ -132,6 +132,7 @@ _CONTEXTS = (64, 2048)  # Context lengths, in tokens, of the plans for which gra
 # Prompt lengths, in tokens, that together use every kernel. Products of few rows have variants for
 # the next power of two, for multiples of 16, and for 1 and 2 rows.
 _PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
+_LONG = 640  # More rows than any kernel distinguishes, and more than graphs may have.
 _NUM_LAUNCHES = 5  # Launches that the warm-up times.
 
 
@@ -149,13 +150,18 @@ class SyntheticPlans:
         """Eager steps that together launch every kernel.
 
         The steps are prompts, and decodes with and without a prompt. One variant of the decodes has
-        enough programs for the light tiles (`KernelConfig`)."""
+        enough programs for the light tiles (`KernelConfig`). The last step has many rows, and a
+        context that is split."""
         short = min(_CONTEXTS[0], self.max_seq_len)
         plans = [self.prompt(n) for n in (*_PROMPTS, *self.dense_lengths()[:1])]
         for q_lens in ([1], [1, short]):
             few = self._plan(q_lens, short)
             enough = config_for(self.shape).deep_resident // self.shape.num_kv_heads + 1
             plans += [few, replace(few, narrow=np.repeat(few.narrow, enough, axis=0))]
+        if self.max_tokens > _LONG:
+            length = min(_CONTEXTS[1], self.max_seq_len)
+            prompt = min(_LONG, length)
+            plans.append(self._plan([1, *[prompt] * -(-_LONG // prompt)], length))
         return plans
 
     def prompt(self, length: int) -> WorkList:

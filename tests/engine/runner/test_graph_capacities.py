@@ -87,6 +87,20 @@ def test_prompts_have_graphs_up_to_a_number_of_tokens(max_tokens: int, largest: 
     assert limited([*decodes, *mixed_sizes(256, 8192)], max_tokens) == (*decodes, *sizes)
 
 
+@pytest.mark.parametrize("max_seq_len", [400, 9216])
+def test_the_warm_up_has_a_step_of_many_rows_with_a_split_context(max_seq_len: int) -> None:
+    """Products in e4m3 and the merge have other kernels for many rows."""
+    shape = AttentionShape(32, 8, 64, 64)
+
+    def is_large(work: WorkList) -> bool:
+        return len(work.token_order) > 512 and work.num_slots > 0
+
+    plans = SyntheticPlans(shape, GateConfig(), SPLIT, 8192, max_seq_len)
+    assert any(map(is_large, plans.for_kernels()))
+    small = replace(plans, max_tokens=256)
+    assert all(len(work.token_order) <= 256 for work in small.for_kernels())
+
+
 @pytest.mark.parametrize("number_bytes", [1, 2])
 def test_captured_plans_fit_their_capacity_with_and_without_converted_pages(
     number_bytes: int,
