@@ -121,9 +121,11 @@ def run_layers(
     attended: torch.Tensor,
     residual: torch.Tensor,
     norm: RMSNorm,
-) -> None:
+) -> Rows:
+    """Run consecutive layers. Returns the input of the next layer's qkv."""
     for layer in layers:
         x = layer.run(x, attended, residual, norm)
+    return x
 
 
 def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator[dict[str, float]]:
