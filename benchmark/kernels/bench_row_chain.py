@@ -182,7 +182,7 @@ def row_chain_kernel(
     INNER: tl.constexpr,
     QKV: tl.constexpr,
     BH: tl.constexpr,
-    BA: tl.constexpr,
+    BQ: tl.constexpr,
     BI: tl.constexpr,
     OUT_BN: tl.constexpr,
     BN: tl.constexpr,
@@ -193,19 +193,19 @@ def row_chain_kernel(
     """All of NUM programs: out, gate and up, down, and qkv of the next layer, for one row.
 
     HIDDEN, HEADS, INNER, QKV  sizes of the residual, the heads, the MLP and the result
-    BH, BA, BI                 the next powers of two of HIDDEN, HEADS and INNER
+    BH, BQ, BI                 the next powers of two of HIDDEN, HEADS and INNER
     OUT_BN, BN, DOWN_BN        rows of weights in a tile: of out, of gate and up and of qkv, of down
     rows, squares              [2, HIDDEN] and [2, NUM], for out and down
     counter                    the number of calls of `_meet`; NUM divides it between launches"""
     program = tl.program_id(0)
     kind = rows_ptr.dtype.element_ty
-    weight, scale = _load_tile(out_ptr, out_scales_ptr, program, HIDDEN, HEADS, OUT_BN, BA, False)
+    weight, scale = _load_tile(out_ptr, out_scales_ptr, program, HIDDEN, HEADS, OUT_BN, BQ, False)
     if DEPENDENT:
         gdc_wait()
-    x, power = _load_row(attended_ptr, squares_ptr, eps, HEADS, BA, NUM, False)
+    x, power = _load_row(attended_ptr, squares_ptr, eps, HEADS, BQ, NUM, False)
     _add_product(
         weight, scale, x, power, out_ptr, out_scales_ptr, residual_ptr, gain_ptr, rows_ptr,
-        squares_ptr, HIDDEN, HEADS, OUT_BN, BA, NUM,
+        squares_ptr, HIDDEN, HEADS, OUT_BN, BQ, NUM,
     )  # fmt: skip
     gates, gate_scale = _load_tile(
         gate_up_ptr, gate_up_scales_ptr, program, INNER, HIDDEN, BN, BH, True
@@ -301,7 +301,7 @@ class Chain:
                 INNER=inner,
                 QKV=after.qkv.num_outputs,
                 BH=padded[0],
-                BA=padded[1],
+                BQ=padded[1],
                 BI=padded[2],
                 OUT_BN=rows[1],
                 BN=rows[0],
