@@ -81,7 +81,7 @@ def fp8_product(
     if matrix.is_blocked:
         return _block_product(codes, powers, matrix, bias, dtype)
     if codes.device.type == "cpu":
-        product = codes.float() @ matrix.codes.float().t()
+        product = unscaled_product(codes, matrix.codes, torch.float32)
         product = product.mul_(powers).mul_(matrix.scales)
         return (product if bias is None else product.add_(bias)).to(dtype)
     return torch._scaled_mm(

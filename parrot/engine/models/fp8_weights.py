@@ -54,7 +54,7 @@ class Fp8Weight(LayerWeight):
         if self.are_few(x) or not num_rows(x):
             out = _new_rows(x, len(self.weight))
             return self._few(x, out) if len(out) else out
-        coded = x if isinstance(x, CodedRows) else row_codes(rows_of(x))
+        coded = _coded(x)
         matrix = Fp8Matrix(self.weight, self.scales)
         return fp8_product(coded.codes, coded.powers, matrix, self.bias, coded.dtype)
 
@@ -65,7 +65,7 @@ class Fp8Weight(LayerWeight):
         is_faster = FEW_E4M3_ROWS < num_rows(x) <= _UNSCALED_ROWS
         if not is_faster or self._is_blocked or self.bias is not None:
             return self(x), None
-        coded = x if isinstance(x, CodedRows) else row_codes(rows_of(x))
+        coded = _coded(x)
         if coded.dtype == torch.float16:  # Without factors, sums may exceed float16.
             return self(coded), None
         out = unscaled_product(coded.codes, self.weight, dtype or coded.dtype)
@@ -142,6 +142,10 @@ class Fp8Weight(LayerWeight):
         if num_rows(x) > most_rows or self.bias is not None:
             return 1
         return num_splits(num_rows(x), self.weight, self.scales)
+
+
+def _coded(x: Rows) -> CodedRows:
+    return x if isinstance(x, CodedRows) else row_codes(rows_of(x))
 
 
 def _new_rows(x: Rows, size: int) -> torch.Tensor:

@@ -29,6 +29,7 @@ from parrot.engine.runner.graphs import (
     StepGraphs,
     StepSize,
     bucket_list,
+    limited,
     mixed_sizes,
 )
 from parrot.engine.runner.host.copies import HostCopies
@@ -131,7 +132,9 @@ class CudaRunner:
         self._cache = _make_cache(model, num_blocks, block_size, options)
         self._copies = _make_copies(self._cache, options, unit)
         token_s = _layer_token_s(model)
-        least, most = (_mixed_sizes(options, launch_s / token_s) for launch_s in LAUNCH_S)
+        least_tokens, most_tokens = (int(launch_s / token_s) for launch_s in LAUNCH_S)
+        most = mixed_sizes(options.max_rows, min(options.max_tokens, most_tokens))
+        least = limited(most, least_tokens)
         self._info = runner_info(
             model,
             self._cache,
@@ -295,10 +298,6 @@ class CudaRunner:
             return
         planned = (step.inputs, NO_DRAWS, step.work, None, step.reads, step.needs_logits)
         self.computer.compute(PlannedStep(*planned, step.slot_changes))
-
-
-def _mixed_sizes(options: CudaOptions, max_tokens: float) -> tuple[StepSize, ...]:
-    return mixed_sizes(options.max_rows, min(options.max_tokens, int(max_tokens)))
 
 
 def _layer_token_s(model: Decoder) -> float:

@@ -132,7 +132,7 @@ _CONTEXTS = (64, 2048)  # Context lengths, in tokens, of the plans for which gra
 # Prompt lengths, in tokens, that together use every kernel. Products of few rows have variants for
 # the next power of two, for multiples of 16, and for 1 and 2 rows.
 _PROMPTS = (1, 2, 8, 16, 24, 32, 40, 64, 256)
-_LONG = 640  # More rows than any kernel distinguishes, and more than graphs may have.
+_LONG = 640  # Rows of a step for the kernels of many rows: more than 512 in e4m3.
 _NUM_LAUNCHES = 5  # Launches that the warm-up times.
 
 

@@ -17,7 +17,6 @@ _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
 _MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
 _LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
 _SHORT_BLOCK = 32  # Inputs of a block with codes of eight bits in groups of 16.
-_MAX_SLICES = 8
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
 
@@ -94,16 +93,15 @@ class WordsProduct:
             # With the sums of x, a tile of 128 outputs would not fit in the registers.
             is_tall = (is_wide or (self.splits > 1 and self._is_long)) and not self.has_least
             return (128, 1, 3, 4) if is_tall else (64, 1, 4, 4)
-        # Steps over short blocks move few bytes, so more of them must be in flight.
-        is_short = self.block <= _SHORT_BLOCK
+        if self.block <= _SHORT_BLOCK:
+            # Steps over short blocks move few bytes, so more of them must be in flight.
+            return 32, 4, 6 if is_wide or self.splits > 1 else 4, 4
         if is_wide:
-            return 32, 4, 6 if is_short else 3, 4
+            return 32, 4, 3, 4
         if self.splits > 1:
-            return 32, 4, 6 if is_short else 3 if self._members == _SLICED_ROWS else 4, 4
-        if is_short:
-            return 32, 4, 4, 4
+            return 32, 4, 3 if self._members == _SLICED_ROWS else 4, 4
         # Such a product has few programs. Smaller blocks need more warps for as many steps.
         is_one_wave = triton.cdiv(self.outputs, 32) <= _FEW_PROGRAMS
         slices = 4 if is_one_wave or self._members == _SLICED_ROWS else 2
-        slices = min(_MAX_SLICES, slices * _LARGEST_BLOCK // self.block)
+        slices = slices * _LARGEST_BLOCK // self.block
         return 32, slices, 4, slices
