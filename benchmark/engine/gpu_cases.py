@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels import MEMORY_RATE
 from parrot.engine.core.steps import RunnerInfo, SampleSpec, SequenceStep, StepPlan
+from parrot.engine.kernels.launch import E4M3_RATE, MATRIX_RATE
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import OWN, num_matrix_weights, tensor_plans
@@ -74,7 +75,6 @@ PREFILLS = {
     "llama-2-13b": ((2048, 2048), (8192, 8192)),
     **dict.fromkeys(OTHER_MODELS, ((2048, 2048),)),
 }
-E4M3_RATE = 1530e12  # FLOP/s of products in e4m3, measured on an H200.
 MIXED = (256, 512, 1024, 2048, 4096)
 """Prompt tokens in a step next to the decodes of `CROWD`."""
 

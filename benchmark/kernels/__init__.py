@@ -2,6 +2,3 @@
 
 MEMORY_RATE = 4.3e12
 """Bytes per second of a large copy on an H200, reads and writes together."""
-
-MATRIX_RATE = 790e12
-"""Operations per second of an H200's matrix products in bfloat16."""

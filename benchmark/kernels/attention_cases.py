@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.timing import time_graph
 from parrot.engine.attention.context_tree import GateConfig
 from parrot.engine.attention.quantised import dequantise, quantise
@@ -19,7 +19,7 @@ from parrot.engine.attention.tree_attention import (
 )
 from parrot.engine.attention.work_list import SplitConfig, StepRows, WorkList, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.launch import KVView
+from parrot.engine.kernels.launch import MATRIX_RATE, KVView
 
 PAGE = 64
 DEVICE = torch.device("cuda")

@@ -12,17 +12,19 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from math import prod
 
 import torch
 
-from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import normal
 from benchmark.kernels.layers import MODELS, Model
+from benchmark.kernels.sweep_four_bit import Codes
+from benchmark.kernels.sweep_products import products
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
-from parrot.engine.kernels.launch import E4M3_RATE
+from parrot.engine.kernels.launch import E4M3_RATE, MATRIX_RATE
 from parrot.engine.kernels.linear.products import Rows
-from parrot.engine.kernels.linear.words_layout import Words, block_of, width_of
 from parrot.engine.models.fp8 import BLOCK, Fp8Matrix
 from parrot.engine.models.fp8_weights import Fp8Weight
 from parrot.engine.models.fused_weights import LayerWeight, Weight
@@ -31,7 +33,6 @@ from parrot.engine.models.words_weights import WordsWeight
 
 _NUM_LAYERS = 6  # More bytes than L2 in each format.
 _STD = 0.02  # Standard deviation of weights.
-_WHOLE_ZERO = -136.0  # -128 - zero, for the zero 8.
 
 
 def plain(outputs: int, inputs: int) -> Weight:
@@ -51,15 +52,8 @@ def in_blocks(outputs: int, inputs: int) -> Fp8Weight:
 def in_codes(
     outputs: int, inputs: int, *, bits: int, group: int, has_least: bool = False
 ) -> WordsWeight:
-    shape = inputs // block_of(bits, group), outputs, width_of(group)
-    words = torch.randint(-(2**15), 2**15, shape, device="cuda").to(torch.int16)
     scales = torch.full((inputs // group, outputs), _STD / 2**bits, device="cuda").half()
-    factors = scales.view(torch.int16).to(torch.int32)
-    if has_least:
-        factors |= factors << 16
-    elif bits == 4:
-        factors |= torch.tensor(_WHOLE_ZERO, device="cuda").view(torch.int32)
-    return WordsWeight.of(Words(words, factors, inputs, bits, True, has_least), None)
+    return WordsWeight.of(Codes(bits, group, has_least).words(outputs, inputs, scales), None)
 
 
 MakeWeight = Callable[[int, int], LayerWeight]
@@ -86,13 +80,7 @@ class FormatLayer:
 
     @classmethod
     def of(cls, model: Model, make: MakeWeight) -> "FormatLayer":
-        hidden, heads = model.hidden, model.heads * 128
-        return cls(
-            make((model.heads + 2 * model.kv_heads) * 128, hidden),
-            make(hidden, heads),
-            make(2 * model.inner, hidden),
-            make(hidden, model.inner),
-        )
+        return cls(*(make(*product.weight_shape) for product in products(model, 1)))
 
     @property
     def weights(self) -> tuple[LayerWeight, ...]:
@@ -132,14 +120,12 @@ def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator
     """Time layers with each number of rows."""
     layers = [FormatLayer.of(model, make) for _ in range(_NUM_LAYERS)]
     layer_bytes = sum(map(num_bytes, layers[0].weights))
-    count = (model.heads * 2 + 2 * model.kv_heads) * 128 * model.hidden
-    count += 3 * model.inner * model.hidden
+    count = sum(prod(product.weight_shape) for product in products(model, 1))
     rate = E4M3_RATE if layers[0].qkv.reads_e4m3 else MATRIX_RATE
     norm = RMSNorm(normal(model.hidden, std=_STD) + 1, 1e-5)
     for rows in row_counts:
         attended, residual = normal(rows, model.heads * 128), normal(rows, model.hidden)
         first = normal(rows, model.hidden)
-
         call = partial(run_layers, layers, first, attended, residual, norm)
         us = time_graph(call, per_run=_NUM_LAYERS)
         floor_us = max(layer_bytes / MEMORY_RATE, 2 * count * rows / rate) * 1e6

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmark.kernels import MATRIX_RATE, MEMORY_RATE
+from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import (
     PAGE,
     Bench,
@@ -40,6 +40,7 @@ from parrot.engine.attention.tree_attention import KernelConfig
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store, silu_mul
+from parrot.engine.kernels.launch import MATRIX_RATE
 
 SHARE_ALL = GateConfig(memory_rate=1.0, l2_bytes=0, partial_rate=1.0e30, launch_s=0.0)
 Row = dict[str, Any]

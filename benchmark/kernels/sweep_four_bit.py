@@ -45,6 +45,7 @@ SIZES: Sequence[Tile] = [
     *((128, 1, 2, 4), (128, 1, 3, 4), (128, 1, 4, 4), (128, 1, 3, 8), (256, 1, 3, 8)),
 ]
 MAX_MEMBERS = 64
+_ZERO = -136.0  # -128 - zero, for the zero 8.
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,18 @@ class Codes:
     @property
     def block(self) -> int:
         return block_of(self.bits, self.group)
+
+    def words(self, outputs: int, inputs: int, scales: torch.Tensor) -> Words:
+        """Random codes with `scales` float16 [inputs / group, outputs]. The zero or the least
+        number of a group is fixed."""
+        shape = inputs // self.block, outputs, width_of(self.group)
+        words = torch.randint(-(2**15), 2**15, shape, device="cuda").to(torch.int16)
+        factors = scales.view(torch.int16).to(torch.int32)
+        if self.has_least:
+            factors |= factors << 16
+        elif self.bits == 4:
+            factors |= torch.tensor(_ZERO, device="cuda").view(torch.int32)
+        return Words(words, factors, inputs, self.bits, True, self.has_least)
 
 
 @dataclass(frozen=True)
@@ -88,16 +101,8 @@ class Candidate:
 
     def weight(self) -> Words:
         outputs, inputs = self.product.weight_shape
-        bits, group, has_least = self.codes.bits, self.codes.group, self.codes.has_least
-        shape = self.num_blocks, outputs, width_of(group)
-        words = torch.randint(-(2**15), 2**15, shape, device="cuda")
-        scales = (torch.rand(inputs // group, outputs, device="cuda") + 0.5).half()
-        factors = scales.view(torch.int16).to(torch.int32)
-        if has_least:
-            factors |= factors << 16
-        elif bits == 4:
-            factors |= torch.tensor(-136.0, device="cuda").view(torch.int32)
-        return Words(words.to(torch.int16), factors, inputs, bits, True, has_least)
+        scales = torch.rand(inputs // self.codes.group, outputs, device="cuda") + 0.5
+        return self.codes.words(outputs, inputs, scales.half())
 
     def x(self) -> torch.Tensor:
         return normal(self.rows, self.product.inputs)
