@@ -240,7 +240,8 @@ class _Step:
     kv: KVView
     plan: PlanBuffers
     out: torch.Tensor
-    early: bool
+    early: bool  # Kernels may start before the previous one has ended.
+    next_early: bool  # So may the kernel after attention, as soon as attention has started.
     rule: ScoreRule
 
 
@@ -282,6 +283,7 @@ class TreeAttention:
         *,
         rule: ScoreRule | None = None,
         only_last: bool = False,
+        next_early: bool = False,
     ) -> torch.Tensor:
         """Compute the attention of each token to the KV up to its own position. Returns `out`.
 
@@ -289,11 +291,12 @@ class TreeAttention:
         out        [tokens, heads, head_dim], contiguous
         new        required if the plan has dense spans
         rule       of the layer; None for `plain_rule`
-        only_last  compute at least the output of each request's last token"""
+        only_last  compute at least the output of each request's last token
+        next_early the next kernel may start as soon as attention has started"""
         num_wide = len(plan.shared) + len(plan.fills) + len(plan.converted_fills)
         side = self._side if len(plan.narrow) and num_wide else None
         early = side is None and starts_early(q.device)
-        step = _Step(q, kv, plan, out, early, rule or self._plain)
+        step = _Step(q, kv, plan, out, early, next_early, rule or self._plain)
         self._check(step)
         if side is not None:
             side.wait_stream(torch.cuda.current_stream())
@@ -381,6 +384,7 @@ class TreeAttention:
             STRIDE_HEAD=kv.k.stride(1),
             STRIDE_TOKEN=kv.k.stride(2),
             ALL_MASKED=rows == 16 or step.rule.window is not None,
+            EARLY=step.next_early,
             **early_launch(step.early),
             **self._constants(step.rule, rows, tile),
         )
@@ -441,6 +445,7 @@ class TreeAttention:
             D=self.shape.head_dim,
             SLOTS=_MERGE_SLOTS,
             HEADS=heads,
+            EARLY=step.next_early,
             num_warps=1,
             **early_launch(step.early),
         )

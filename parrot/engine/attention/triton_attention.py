@@ -130,18 +130,28 @@ class TritonAttention:
         plan: TritonPlan,
         *,
         only_last: bool = False,
+        next_early: bool = False,
     ) -> torch.Tensor:
         """q [rows, heads, head_dim] -> [rows, heads * head_dim]. The KV of q must be in the pool.
 
         `new` may be None for a plan without dense spans. With `only_last`, only the result of each
-        sequence's last row is defined."""
+        sequence's last row is defined. `next_early`: see `TreeAttention.run`."""
         if plan.buffers.work.dense == ((0, len(q)),) and not only_last:
             assert new is not None
             return dense_attention(q, new.k, new.v, self._rules[layer]).flatten(1)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         view = self.view(layer, plan)
         rule = self._rules[layer]
-        self._kernels.run(q, view, plan.buffers, out, new, rule=rule, only_last=only_last)
+        self._kernels.run(
+            q,
+            view,
+            plan.buffers,
+            out,
+            new,
+            rule=rule,
+            only_last=only_last,
+            next_early=next_early,
+        )
         return out.flatten(1)
 
     def prepare_dense(self, num_tokens: int) -> None:

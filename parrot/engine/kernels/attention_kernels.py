@@ -274,6 +274,7 @@ def attend_items(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (kv head, item): softmax(q k^T) v over the item's span, for the heads of its tokens.
@@ -281,6 +282,7 @@ def attend_items(
     ALL_MASKED  one loop with masks, for short spans; else whole tiles first, then the rest
     WINDOW      keys that a row attends to; 0 for all. ALL_MASKED must be true for a window
     SOFTCAP     the cap of scores in base 2; 0 for none
+    EARLY       the next kernel may start at once; else after the loop
     DEPENDENT   the previous kernel, which writes q and the newest KV, may still run
 
     An own span ends at the position of its tokens. The kernel reads the positions, so a plan stays
@@ -291,6 +293,8 @@ def attend_items(
     item = items + tl.program_id(1) * 8
     q_first, q_count, table_row, kv_first, kv_end, slot_first = load_item(item)
     own = tl.load(item + 6) != 0
+    if DEPENDENT and EARLY:
+        gdc_launch_dependents()
     if q_count == 0:  # Padding of a CUDA graph.
         if DEPENDENT:
             gdc_wait()
@@ -345,7 +349,7 @@ def attend_items(
             True, WINDOW, SOFTCAP,
         )  # fmt: skip
         pages = next_pages
-    if DEPENDENT:
+    if DEPENDENT and not EARLY:
         gdc_launch_dependents()
     store_rows(acc, maximum, total, slot_first, slot, token, head, live, offs_d,
                 out_ptr, partial_out, partial_lse, H, D)  # fmt: skip
@@ -396,19 +400,24 @@ def merge_partials(
     D: tl.constexpr,
     SLOTS: tl.constexpr,
     HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Program (token, block of HEADS heads): merge the token's partial results into `out`.
 
     SLOTS      partial results loaded at once; those of a token are consecutive
+    EARLY      the next kernel may start before the previous one has ended
     DEPENDENT  the previous kernel, which writes the partial results, may still run
 
     Tokens without slots were written directly and are skipped."""
     token = tl.program_id(0)
     start = tl.load(slot_indptr + token)
     end = tl.load(slot_indptr + token + 1)
+    if DEPENDENT and EARLY:
+        gdc_launch_dependents()
     if DEPENDENT:
         gdc_wait()
+    if DEPENDENT and not EARLY:
         gdc_launch_dependents()
     if start >= end:
         return

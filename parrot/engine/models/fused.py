@@ -2,15 +2,19 @@
 
 Besides attention, a layer has three kinds of kernels between the matrix products: residual add with
 RMS norm (twice), norm and rotation of heads with the KV write, and SiLU-mul. For few rows the
-products include these operations."""
+products include these operations. For one row and weights in e4m3, all products between two
+attentions are one kernel (`fused_chain`)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
+from parrot.engine.kernels.launch import NewKV
 from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.models.decoder import Decoder, DecoderLayer
 from parrot.engine.models.fused_weights import (
@@ -24,6 +28,10 @@ from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
 from parrot.engine.models.weights import plain_weight, weight_of
 
+if TYPE_CHECKING:
+    from parrot.engine.kernels.linear.chain import RowChain
+
+_HOPPER = (9, 0)  # The chain has been measured on it only.
 HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
     *("names", "other_names", "tie_embeddings"),
@@ -64,7 +72,9 @@ def angle_tables(model: Decoder, max_positions: int) -> dict[int | None, torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class _FusedLayer:
+class FusedLayer:
+    """The weights and norms of one layer."""
+
     qkv: LayerWeight
     out: LayerWeight
     gate_up: LayerWeight
@@ -75,7 +85,7 @@ class _FusedLayer:
     cos_sin: torch.Tensor  # The table of angles.
 
     @classmethod
-    def of(cls, layer: DecoderLayer, cos_sin: torch.Tensor) -> "_FusedLayer":
+    def of(cls, layer: DecoderLayer, cos_sin: torch.Tensor) -> "FusedLayer":
         attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
         assert isinstance(attn_norm, RMSNorm)
         assert isinstance(mlp_norm, RMSNorm)
@@ -100,10 +110,11 @@ class FusedDecoder:
         self._embed, self._embedded = model.embed, model.embedded
         tables = angle_tables(model, max_positions)
         self._layers = [
-            _FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
+            FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
         ]
         self._norm = model.norm
         self._lm_head: LayerWeight = plain_weight(model.lm_head)
+        self._chain = _chain_of(self._layers, model)
 
     def __call__(
         self,
@@ -135,6 +146,10 @@ class FusedDecoder:
         """The final states of the sampled rows (None: all rows), and the states before the norm."""
         residual, normed = self._embedded_and_normed(token_ids)
         last = len(self._layers) - 1
+        chain = self._chain
+        num_sampled = 1 if sample_rows is None else len(sample_rows)
+        if chain is not None and len(residual) == num_sampled == 1 and _is_paged(attention, plan):
+            return self._chained(chain, residual, normed, attention, plan)
         for index, layer in enumerate(self._layers):
             only_last = index == last and sample_rows is not None
             attended = self._attend(index, layer, normed, attention, plan, only_last)
@@ -152,6 +167,24 @@ class FusedDecoder:
             normed = down.add_and_norm(hidden, residual, next_norm, for_e4m3=reader.reads_e4m3)
         return normed, residual
 
+    def _chained(
+        self,
+        chain: "RowChain",
+        residual: torch.Tensor,
+        normed: Rows,
+        attention: TritonAttention,
+        plan: TritonPlan,
+    ) -> tuple[Rows, torch.Tensor]:
+        """`_normed` of one row with one kernel for all products between two attentions."""
+        step, last = chain.start(residual), len(self._layers) - 1
+        q, new = self._heads(0, self._layers[0], normed, attention, plan)
+        for index in range(len(self._layers)):
+            # The chain asks for a limited number of weights while attention runs.
+            attended = attention.attend(index, q, new, plan, next_early=True)
+            following = attention.view(min(index + 1, last), plan)
+            q, new = step.run(index, attended, following, plan.table_rows), None
+        return step.normed(), residual
+
     def _embedded_and_normed(self, token_ids: torch.Tensor) -> tuple[torch.Tensor, Rows]:
         norm, vocabulary = self._layers[0].attn_norm, self.vocabulary
         if vocabulary is not None and (exchanges := vocabulary.ranks.exchanges) is not None:
@@ -168,22 +201,45 @@ class FusedDecoder:
     def _attend(
         self,
         index: int,
-        layer: _FusedLayer,
+        layer: FusedLayer,
         x: Rows,
         attention: TritonAttention,
         plan: TritonPlan,
         only_last: bool,
     ) -> torch.Tensor:
+        q, new = self._heads(index, layer, x, attention, plan)
+        return attention.attend(index, q, new, plan, only_last=only_last)
+
+    def _heads(
+        self,
+        index: int,
+        layer: FusedLayer,
+        x: Rows,
+        attention: TritonAttention,
+        plan: TritonPlan,
+    ) -> tuple[torch.Tensor, NewKV | None]:
+        """Store the layer's new KV. Returns q, and the KV for attention without pages."""
         shape, qkv = attention.shape, layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
-        new = None
         is_plain = not attention.is_quantised and layer.head_norm is None
         if is_plain and qkv.can_rotate(shape, x):
-            q = qkv.rotated(x, where)
-        else:
-            keep_k = bool(plan.buffers.work.dense)
-            product, factors = qkv.unscaled(x)
-            q, new = rope_and_store(
-                product, *where, layer.head_norm, keep_k=keep_k, factors=factors
-            )
-        return attention.attend(index, q, new, plan, only_last=only_last)
+            return qkv.rotated(x, where), None
+        keep_k = bool(plan.buffers.work.dense)
+        product, factors = qkv.unscaled(x)
+        return rope_and_store(product, *where, layer.head_norm, keep_k=keep_k, factors=factors)
+
+
+def _chain_of(layers: Sequence[FusedLayer], model: Decoder) -> "RowChain | None":
+    device = model.device
+    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
+    if not is_hopper or not all(layer.qkv.reads_e4m3 for layer in layers):
+        return None
+    from parrot.engine.models.fused_chain import chain_of  # Only models in e4m3.
+
+    assert isinstance(model.norm, RMSNorm)
+    return chain_of(layers, model.norm, model.spec.attention)
+
+
+def _is_paged(attention: TritonAttention, plan: TritonPlan) -> bool:
+    """Whether attention reads all KV from pages, in the model's type."""
+    return not attention.is_quantised and not plan.buffers.work.dense

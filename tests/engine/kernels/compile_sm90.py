@@ -16,6 +16,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -37,8 +38,9 @@ def compile_kernel(
     # Sort the attributes: their text is a part of the key in Triton's cache of compiled kernels.
     indices = sorted(map(names.index, divisible))
     attributes = {(index,): [["tt.divisibility", 16]] for index in indices}
+    source = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     compiled = triton.compile(
-        ASTSource(kernel, signature, constexprs=constants, attrs=attributes),
+        source(kernel, signature, constexprs=constants, attrs=attributes),
         target=GPUTarget("cuda", 90, 32),
         options={"num_warps": num_warps, "num_stages": num_stages, "maxnreg": max_registers},
     )
@@ -84,6 +86,7 @@ def attention_variant(
     group: int = 4,
     dim: int = 128,
     all_masked: bool | None = None,
+    early: bool = False,
     max_registers: int | None = None,
     quantised: bool = False,
     window: int = 0,
@@ -129,6 +132,7 @@ def attention_variant(
             "STRIDE_HEAD": page * dim,
             "STRIDE_TOKEN": dim,
             "ALL_MASKED": rows == 16 if all_masked is None else all_masked,
+            "EARLY": early,
             "DEPENDENT": True,
         }
     items = attend_quantised_items if quantised else attend_items
@@ -158,7 +162,7 @@ def convert_variant() -> dict[str, Any]:
 
 
 def merge_variant(
-    *, dim: int = 128, slots: int = 8, heads: int = 1, warps: int = 1
+    *, dim: int = 128, slots: int = 8, heads: int = 1, early: bool = False, warps: int = 1
 ) -> dict[str, Any]:
     from parrot.engine.kernels.attention_kernels import merge_partials
 
@@ -171,7 +175,7 @@ def merge_variant(
     return compile_kernel(
         merge_partials,
         pointers,
-        {"H": 32, "D": dim, "SLOTS": slots, "HEADS": heads, "DEPENDENT": True},
+        {"H": 32, "D": dim, "SLOTS": slots, "HEADS": heads, "EARLY": early, "DEPENDENT": True},
         divisible=tuple(pointers),
         num_warps=warps,
     )
@@ -526,6 +530,42 @@ def row_variant(
     )
 
 
+def chain_variant(
+    *,
+    hidden: int = 4096,
+    inner: int = 14336,
+    tiles: tuple[int, int, int] = (2, 16, 4),
+    last: bool = False,
+    bias: bool = False,
+) -> dict[str, Any]:
+    """`tiles`: the room for a program's tiles of 132 programs, in `chain_kernel`'s order."""
+    from parrot.engine.kernels.linear.chain_kernels import COPIED, chain_kernel
+
+    values = ("attended", "residual", "gain", "next_gain", "rows", "inner", "q")
+    pointers = {f"{name}_ptr": "*bf16" for name in values}
+    pointers |= dict.fromkeys(("k_cache", "v_cache"), "*bf16")
+    weights = ("out", "gate_up", "down", "qkv")
+    pointers |= {f"{name}_scales_ptr": "*fp32" for name in weights}
+    pointers |= dict.fromkeys(("squares_ptr", "cos_sin"), "*fp32")
+    pointers |= dict.fromkeys(("positions", "table_rows", "tables", "counters"), "*i32")
+    if bias:
+        pointers["qkv_bias_ptr"] = "*bf16"
+    descriptor = f"tensordesc<fp8e4nv[16, 1, 2, 8, 128],{COPIED.value!r}>"
+    numbers = {"eps": "fp32", "next_eps": "fp32", "stride_page": "i32", "stride_table": "i32"}
+    room = dict(zip(("T_HIDDEN", "T_INNER", "T_QKV"), tiles, strict=True))
+    shape = {"HIDDEN": hidden, "HEADS": hidden, "INNER": inner, "H": 32, "HKV": 8, "D": 128}
+    constants: dict[str, Any] = {} if bias else {"qkv_bias_ptr": None}
+    chunks = -(-max(hidden, inner) // 2048)
+    return compile_kernel(
+        chain_kernel,
+        {**pointers, **{f"{name}_weight": descriptor for name in weights}, **numbers},
+        {**constants, **shape, **room, "PAGE": 64, "HAS_QKV": not last, "BIAS": bias}
+        | {"X_CHUNKS": chunks, "STAGES": 3, "NUM": 132},
+        divisible=(*pointers, "stride_page"),
+        num_warps=8,
+    )
+
+
 def codes_variant(*, size: int = 14336, warps: int = 8) -> dict[str, Any]:
     from parrot.engine.kernels.row_codes import row_codes_kernel
 
@@ -657,6 +697,7 @@ VARIANTS = {
     "block copy": block_copy_variant,
     "linear": linear_variant,
     "row": row_variant,
+    "chain": chain_variant,
     "codes": codes_variant,
     "sum few": sum_few_variant,
     "sum": sum_variant,

@@ -96,6 +96,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "linear in e4m3 of blocks with silu": {"kernel": "linear", "silu": True, **BLOCKED},
     "qkv in e4m3": {"kernel": "qkv", **E4M3},
     "qkv of one row in e4m3": {"kernel": "qkv", "rows": 1, "outputs": 8, "warps": 8, **ROW},
+    "narrow before a chain": {"kernel": "attention", "rows": 16, "early": True},
+    "merge before a chain": {"kernel": "merge", "early": True},
+    "chain": {"kernel": "chain"},
+    "chain of the last layer": {"kernel": "chain", "last": True},
+    "chain of partial chunks": {"kernel": "chain", "inner": 13824, "bias": True},
     "row codes": {"kernel": "codes"},
     "norm of parts": {"kernel": "norm", "parts": 4},
     "norm in e4m3": {"kernel": "norm", "codes": True},
@@ -191,3 +196,11 @@ def test_several_narrow_programs_fit_a_multiprocessor(name: str, reports: Report
     threads = 32 * VARIANTS[name].get("warps", 4)
     assert 65536 // (report["registers"] * threads) >= 3, report
     assert MAX_SHARED_BYTES // report["shared"] >= 3, report
+
+
+def test_a_chain_and_attention_fit_a_multiprocessor(reports: Reports) -> None:
+    """A program of each may start before the other ends."""
+    chain, attention = reports["chain"], reports["narrow before a chain"]
+    assert 32 * (8 * chain["registers"] + 4 * attention["registers"]) <= 65536
+    reserved = 1024  # Of each program.
+    assert chain["shared"] + attention["shared"] + reserved <= MAX_SHARED_BYTES

@@ -1,0 +1,238 @@
+"""All products between two attentions in one kernel, against float64 products of the same numbers.
+
+Each result is compared with the one that follows from the kernel's own intermediate results, so
+that a number which is rounded up instead of down has no effect."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import torch
+import torch.nn.functional as F
+
+from parrot.engine.kernels.launch import KVView
+from parrot.engine.kernels.linear.chain import (
+    ChainLayer,
+    ChainStep,
+    CodedWeight,
+    Following,
+    Heads,
+    Norm,
+    RowChain,
+)
+from parrot.engine.models.fp8 import Fp8Matrix, row_codes
+
+pytestmark = pytest.mark.gpu
+ROUNDING = 2**-7  # Of results that are rounded to bfloat16 up to three times.
+PAGE = 16
+DIM = 128
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Sizes:
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    dim: int = DIM
+
+    @property
+    def shape(self) -> Heads:
+        return Heads(self.heads, self.kv_heads, self.dim)
+
+    @property
+    def qkv(self) -> int:
+        return self.shape.num_outputs
+
+
+SIZES = {
+    "8B": Sizes(4096, 32, 8, 14336),
+    "13B": Sizes(5120, 40, 40, 13824),
+    "small": Sizes(896, 14, 2, 4864, dim=64),
+}
+
+
+def weight(outputs: int, inputs: int) -> CodedWeight:
+    found = Fp8Matrix.of(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5)
+    return CodedWeight(found.codes, found.scales * (torch.rand(outputs, device="cuda") + 0.5))
+
+
+def norm(size: int, eps: float = EPS) -> Norm:
+    return Norm((torch.rand(size, device="cuda") + 0.5).bfloat16(), eps)
+
+
+def layer(sizes: Sizes, *, bias: bool = True) -> ChainLayer:
+    angles = torch.rand(64, sizes.dim, device="cuda")
+    return ChainLayer(
+        out=weight(sizes.hidden, sizes.heads * sizes.dim),
+        gate_up=weight(2 * sizes.inner, sizes.hidden),
+        down=weight(sizes.hidden, sizes.inner),
+        norm=norm(sizes.hidden),
+        next_norm=norm(sizes.hidden, 3e-4),
+        following=Following(
+            weight(sizes.qkv, sizes.hidden),
+            torch.randn(sizes.qkv, device="cuda").bfloat16() if bias else None,
+            angles,
+        ),
+    )
+
+
+def product(x: torch.Tensor, matrix: CodedWeight) -> torch.Tensor:
+    codes, powers = row_codes(x)
+    numbers = matrix.codes.double() * matrix.scales.double()[:, None]
+    return codes.double() @ numbers.T * powers.double()
+
+
+def assert_close(
+    found: torch.Tensor, expected: torch.Tensor, size: torch.Tensor | None = None
+) -> None:
+    """`size`: of the numbers that are rounded to bfloat16; None for `expected`."""
+    largest = expected.abs().amax(-1, keepdim=True)
+    bound = ROUNDING * (expected if size is None else size).abs() + 2**-12 * largest
+    error = (found.double() - expected).abs() / bound
+    assert bool((error <= 1).all()), error.max()
+
+
+def normed(rows: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
+    """The rows that a product rounds to e4m3."""
+    factor = torch.rsqrt(squares[: len(rows)].sum(1, keepdim=True) / rows.shape[1] + eps)
+    return (rows.float() * factor).bfloat16()
+
+
+def pool(sizes: Sizes) -> tuple[KVView, torch.Tensor]:
+    """Pages of zeros, block tables, a row's position and its table."""
+    k, v = torch.zeros(2, 16, sizes.kv_heads, PAGE, sizes.dim, device="cuda").bfloat16()
+    tables = torch.randperm(16, device="cuda").int().view(4, 4)
+    positions = torch.randint(0, 63, (1,), device="cuda").int()
+    return KVView(k, v, tables, positions), torch.tensor([2], device="cuda").int()
+
+
+def check_out_gate_and_up(
+    step: ChainStep, weights: ChainLayer, attended: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """Returns the residual after out."""
+    total = before.double() + product(attended, weights.out)
+    assert_close(step.rows[0], total * weights.norm.weight.double())
+    rows = len(before)
+    torch.testing.assert_close(
+        step.squares[0, :rows].sum(1), total.square().sum(1).float(), rtol=0.01, atol=0
+    )
+    x = normed(step.rows[0], step.squares[0], EPS)
+    gate, up = product(x, weights.gate_up).bfloat16().double().chunk(2, dim=1)
+    assert_close(step.inner, F.silu(gate) * up, gate * up)
+    return total
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_layer(name: str) -> None:
+    sizes = SIZES[name]
+    weights = layer(sizes, bias=name != "13B")
+    chain = RowChain([weights], sizes.shape)
+    assert chain.fits
+    attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
+    before = torch.randn(1, sizes.hidden, device="cuda").bfloat16()
+    residual = before.clone()
+    kv, table_rows = pool(sizes)
+    step = chain.start(residual)
+    q = step.run(0, attended, kv, table_rows)
+    total = check_out_gate_and_up(step, weights, attended, before)
+    down = product(step.inner, weights.down)
+    assert_close(residual, total + down, total.abs() + down.abs())
+    assert_close(step.rows[1], residual.double() * weights.next_norm.weight.double())
+    x = normed(step.rows[1], step.squares[1], 3e-4)
+    following = weights.following
+    assert following is not None
+    qkv = product(x, following.qkv)
+    if following.bias is not None:
+        qkv += following.bias.double()
+    heads = qkv.bfloat16().double().view(1, -1, sizes.dim)
+    angles = following.cos_sin[kv.positions.long()].double()[:, None]
+    cos, sin = angles.chunk(2, dim=2)
+    first, second = heads.chunk(2, dim=2)
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), 2)
+    both = (first.abs() + second.abs()).repeat(1, 1, 2)
+    assert_close(
+        q.flatten(1), turned[:, : sizes.heads].flatten(1), both[:, : sizes.heads].flatten(1)
+    )
+    pages = kv.tables[table_rows.long(), kv.positions.long() // PAGE].long()
+    places = kv.positions.long() % PAGE
+    last = sizes.heads + sizes.kv_heads
+    stored, keys = kv.k[pages, :, places], slice(sizes.heads, last)
+    assert_close(stored.flatten(1), turned[:, keys].flatten(1), both[:, keys].flatten(1))
+    assert_close(kv.v[pages, :, places].flatten(1), heads[:, last:].flatten(1))
+    kv.k[pages, :, places] = 0
+    kv.v[pages, :, places] = 0
+    assert not kv.k.any()
+    assert not kv.v.any()
+
+
+def test_the_last_layer_has_no_qkv() -> None:
+    sizes = SIZES["small"]
+    weights = [layer(sizes), replace(layer(sizes), following=None)]
+    chain = RowChain(weights, sizes.shape)
+    attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
+    before = torch.randn(1, sizes.hidden, device="cuda").bfloat16()
+    residual = before.clone()
+    step = chain.start(residual)
+    kv, table_rows = pool(sizes)
+    step.run(1, attended, kv, table_rows)
+    total = check_out_gate_and_up(step, weights[1], attended, before)
+    down = product(step.inner, weights[1].down)
+    assert_close(residual, total + down, total.abs() + down.abs())
+    assert not kv.k.any()
+    found = step.normed()
+    assert torch.equal(found.rows, step.rows[1])
+    torch.testing.assert_close(
+        found.squares.sum(1), residual.float().square().sum(1), rtol=1e-3, atol=0
+    )
+
+
+def test_padding_is_not_stored() -> None:
+    sizes = SIZES["small"]
+    chain = RowChain([layer(sizes)], sizes.shape)
+    attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
+    kv, table_rows = pool(sizes)
+    step = chain.start(torch.randn(1, sizes.hidden, device="cuda").bfloat16())
+    step.run(0, attended, kv, table_rows - 3)
+    torch.cuda.synchronize()
+    assert not kv.k.any()
+    assert not kv.v.any()
+
+
+def test_numbers_that_are_not_finite_stay_so() -> None:
+    sizes = SIZES["small"]
+    chain = RowChain([layer(sizes)], sizes.shape)
+    attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
+    attended[0, 3] = float("nan")
+    residual = torch.randn(1, sizes.hidden, device="cuda").bfloat16()
+    kv, table_rows = pool(sizes)
+    q = chain.start(residual).run(0, attended, kv, table_rows)
+    assert residual.isnan().all()
+    assert q.isnan().all()
+
+
+def test_many_steps_give_the_same_result() -> None:
+    """Programs that would not wait for each other would read old numbers."""
+    sizes = SIZES["8B"]
+    chain = RowChain([layer(sizes) for _ in range(3)], sizes.shape)
+    attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
+    before = torch.randn(1, sizes.hidden, device="cuda").bfloat16()
+    kv, table_rows = pool(sizes)
+
+    def run() -> torch.Tensor:
+        residual = before.clone()
+        step = chain.start(residual)
+        for index in range(3):
+            q = step.run(index, attended, kv, table_rows)
+        return torch.cat((residual.flatten(), q.flatten()))
+
+    expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    for _ in range(200):
+        graph.replay()
+        assert torch.equal(found, expected)
