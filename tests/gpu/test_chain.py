@@ -3,15 +3,19 @@
 Each result is compared with the one that follows from the kernel's own intermediate results, so
 that a number which is rounded up instead of down has no effect."""
 
+import random
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from parrot.engine.core.steps import PoolSpec
 from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.chain import (
     ChainLayer,
@@ -22,7 +26,14 @@ from parrot.engine.kernels.linear.chain import (
     Norm,
     RowChain,
 )
+from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.models.fp8 import Fp8Matrix, row_codes
+from parrot.engine.models.fused import FusedDecoder
+from parrot.engine.models.packed import Weights
+from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.protocol.sampling import Logprobs
+from tests.support.runner_driver import Driver
+from tests.support.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.gpu
 ROUNDING = 2**-7  # Of results that are rounded to bfloat16 up to three times.
@@ -236,3 +247,43 @@ def test_many_steps_give_the_same_result() -> None:
     for _ in range(200):
         graph.replay()
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_hidden_states_equal_those_of_one_kernel_per_product(family: str, tmp_path: Path) -> None:
+    """Steps of one row, in graphs and eagerly, after a prompt."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 640}
+    checkpoint = open_checkpoint(str(make_tiny_model(tmp_path / family, family, overrides=sizes)))
+    tokens = random.Random(0).choices(range(250), k=40)
+    found = []
+    for is_chained in (True, False):
+        device = torch.device("cuda")
+        model = load_decoder(checkpoint, torch.bfloat16, device, weights=Weights.E4M3)
+        runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=4))
+        forward = runner.computer._forward
+        assert isinstance(forward, FusedDecoder)
+        assert forward._chain is not None
+        if not is_chained:
+            forward._chain = None
+        runner.warm_up()
+        driver = Driver(runner)
+        context = driver.context(tokens[:33])
+        driver.step([(context, 33)])
+        generated = []
+        for token in tokens[33:]:  # In graphs: the next token is known, whatever was sampled.
+            context.tokens.append(token)
+            generated.append(driver.step([(context, 1)]).tokens[context.context_id])
+        states = []
+        for token in tokens:  # Reading hidden states is eager.
+            context.tokens.append(token)
+            pool = PoolSpec(context.context_id, 0, 1)
+            result = driver.step([(context, 1)], read={context.context_id: pool})
+            read = result.read[context.context_id]
+            assert not isinstance(read, Logprobs)
+            states.append(np.frombuffer(read.unit() or b"", dtype="<f4"))
+        found.append((generated, np.stack(states)))
+    (generated, result_states), (expected_tokens, expected) = found
+    error = np.linalg.norm(result_states - expected) / np.linalg.norm(expected)
+    assert error < 0.02, error
+    same = sum(map(int.__eq__, generated, expected_tokens))
+    assert same >= len(generated) - 1, (generated, expected_tokens)
