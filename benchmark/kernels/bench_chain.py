@@ -20,8 +20,8 @@ from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
 from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.chain import Heads, RowChain
-from parrot.engine.models.fused import FusedLayer
 from parrot.engine.models.fused_chain import chain_layer
+from parrot.engine.models.fused_layer import FusedLayer
 from parrot.engine.models.fused_weights import Where
 from parrot.engine.models.layers import RMSNorm
 

@@ -6,27 +6,21 @@ products include these operations. For one row and weights in e4m3, all products
 attentions are one kernel (`fused_chain`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
-from parrot.engine.kernels.attention_shape import HeadNorm
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
 from parrot.engine.kernels.launch import NewKV
 from parrot.engine.kernels.linear.products import Rows
-from parrot.engine.models.decoder import Decoder, DecoderLayer
-from parrot.engine.models.fused_weights import (
-    DOWN_SLOT,
-    EMBEDDING_SLOT,
-    OUT_SLOT,
-    LayerWeight,
-)
+from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.fused_layer import FusedLayer
+from parrot.engine.models.fused_weights import EMBEDDING_SLOT, LayerWeight
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.weights import plain_weight, weight_of
+from parrot.engine.models.weights import plain_weight
 
 if TYPE_CHECKING:
     from parrot.engine.kernels.linear.chain import RowChain
@@ -69,36 +63,6 @@ def angle_tables(model: Decoder, max_positions: int) -> dict[int | None, torch.T
         )
         for rope in {layer.attention.rope for layer in model.spec.layers}
     }
-
-
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """The weights and norms of one layer."""
-
-    qkv: LayerWeight
-    out: LayerWeight
-    gate_up: LayerWeight
-    down: LayerWeight
-    attn_norm: RMSNorm
-    mlp_norm: RMSNorm
-    head_norm: HeadNorm | None
-    cos_sin: torch.Tensor  # The table of angles.
-
-    @classmethod
-    def of(cls, layer: DecoderLayer, cos_sin: torch.Tensor) -> "FusedLayer":
-        attn_norm, mlp_norm = layer.attn_norm, layer.mlp_norm
-        assert isinstance(attn_norm, RMSNorm)
-        assert isinstance(mlp_norm, RMSNorm)
-        return cls(
-            qkv=weight_of(layer.qkv),
-            out=weight_of(layer.out, slot=OUT_SLOT),
-            gate_up=weight_of(layer.mlp.up),
-            down=weight_of(layer.mlp.down, slot=DOWN_SLOT),
-            attn_norm=attn_norm,
-            mlp_norm=mlp_norm,
-            head_norm=layer.head_norm,
-            cos_sin=cos_sin,
-        )
 
 
 class FusedDecoder:

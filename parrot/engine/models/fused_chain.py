@@ -17,7 +17,7 @@ from parrot.engine.kernels.linear.chain import (
 )
 from parrot.engine.kernels.linear.products import is_blocked
 from parrot.engine.models.fp8_weights import Fp8Weight
-from parrot.engine.models.fused import FusedLayer
+from parrot.engine.models.fused_layer import FusedLayer
 from parrot.engine.models.fused_weights import LayerWeight
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.spec import AttentionSpec
