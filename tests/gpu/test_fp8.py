@@ -16,25 +16,16 @@ from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
 from parrot.engine.models.fp8_weights import Fp8Weight
 from parrot.engine.models.fused_weights import rows_of
 from parrot.engine.models.layers import RMSNorm
+from tests.support.e4m3_cases import product, random_matrix
 
 pytestmark = pytest.mark.gpu
 ROUNDING = 2**-8  # The rounding error of bfloat16.
 
 
-def matrix(outputs: int, inputs: int) -> Fp8Matrix:
-    found = Fp8Matrix.of(torch.randn(outputs, inputs, device="cuda") * inputs**-0.5)
-    return Fp8Matrix(found.codes, found.scales * (torch.rand(outputs, device="cuda") + 0.5))
-
-
 def blocks(outputs: int, inputs: int) -> Fp8Matrix:
     """Random weights with a scale for each block of 128 x 128."""
     factors = torch.rand(outputs // 128, inputs // 128, device="cuda") + 0.5
-    return Fp8Matrix(matrix(outputs, inputs).codes, factors * inputs**-0.5 / 100)
-
-
-def product(x: torch.Tensor, weight: Fp8Matrix) -> torch.Tensor:
-    codes, powers = row_codes(x)
-    return codes.double() @ weight.numbers().double().T * powers.double()
+    return Fp8Matrix(random_matrix(outputs, inputs).codes, factors * inputs**-0.5 / 100)
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> None:
@@ -46,7 +37,7 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, inputs: int) -> No
     ).max()
 
 
-@pytest.mark.parametrize("make", [matrix, blocks])
+@pytest.mark.parametrize("make", [random_matrix, blocks])
 @pytest.mark.parametrize(("outputs", "inputs"), [(6144, 4096), (4096, 14336), (1024, 2048)])
 @pytest.mark.parametrize("rows", [1, 2, 8, 17, 33, 64, 65, 128, 129, 300])
 def test_products(
@@ -63,7 +54,7 @@ def test_products(
         assert_close(out, expected, inputs)
 
 
-@pytest.mark.parametrize("make", [matrix, blocks])
+@pytest.mark.parametrize("make", [random_matrix, blocks])
 @pytest.mark.parametrize("rows", [1, 4, 20, 64, 100, 300])
 def test_a_layer_of_products(rows: int, make: Callable[[int, int], Fp8Matrix]) -> None:
     hidden, inner = 4096, 14336
