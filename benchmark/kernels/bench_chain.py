@@ -46,9 +46,7 @@ class Layers:
         """All layers with one kernel per product. Returns the last q."""
         for index, layer in enumerate(self.layers):
             following = self.layers[(index + 1) % _NUM_LAYERS]
-            x = layer.out.add_and_norm(self.attended, residual, self.norm, for_e4m3=True)
-            hidden = layer.gate_up.gated(x, for_e4m3=True)
-            x = layer.down.add_and_norm(hidden, residual, self.norm, for_e4m3=True)
+            x = layer.after_attention(self.attended, residual, self.norm)
             q = following.qkv.rotated(x, self.where)
         return q
 

@@ -89,6 +89,12 @@ class FormatLayer:
     def run(self, x: Rows, attended: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
         """The layer's products. Returns the input of the next layer's qkv."""
         self.qkv(x)
+        return self.after_attention(attended, residual, norm)
+
+    def after_attention(
+        self, attended: torch.Tensor, residual: torch.Tensor, norm: RMSNorm
+    ) -> Rows:
+        """`run` without qkv."""
         for_e4m3 = self.qkv.reads_e4m3
         x = self.out.add_and_norm(attended, residual, norm, for_e4m3=for_e4m3)
         hidden = self.gate_up.gated(x, for_e4m3=for_e4m3)
@@ -109,11 +115,9 @@ def run_layers(
     attended: torch.Tensor,
     residual: torch.Tensor,
     norm: RMSNorm,
-) -> Rows:
-    """Run consecutive layers. Returns the input of the next layer's qkv."""
+) -> None:
     for layer in layers:
         x = layer.run(x, attended, residual, norm)
-    return x
 
 
 def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator[dict[str, float]]:

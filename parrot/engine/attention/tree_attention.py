@@ -20,7 +20,13 @@ from parrot.engine.attention.work_list import (
 )
 from parrot.engine.kernels.attention_kernels import attend_items, merge_partials
 from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule, plain_rule
-from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_early
+from parrot.engine.kernels.launch import (
+    KVView,
+    NewKV,
+    early_launch,
+    is_hopper,
+    starts_early,
+)
 from parrot.engine.kernels.quantised_kernels import attend_quantised_items, convert_pages_kernel
 from parrot.engine.kernels.tile_kernels import attend_tiles
 
@@ -170,7 +176,6 @@ class PlanBuffers:
         self.work = work
 
 
-_HOPPER = 9  # Major compute capability of Hopper.
 _DENSE_TOKENS = 1024  # The length of a dense span is a multiple of this number of tokens.
 _MERGE_SLOTS = 8  # Partial results that a program of the merge loads at once.
 # Heads of a program of the merge, with more tokens than in the graphs of most decodes. In such
@@ -471,7 +476,7 @@ def split_for(
 
 def can_be_dense(shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether cuDNN supports these heads, on a GPU on which `dense_attention` is faster."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != _HOPPER:
+    if not is_hopper(device):
         return False
     sizes = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
     q, k, v = (torch.empty((1, n, 128, shape.head_dim), dtype=dtype, device=device) for n in sizes)

@@ -8,6 +8,7 @@ import torch
 # FLOP/s of matrix products in bfloat16 and in e4m3, measured on an H200.
 MATRIX_RATE = 790e12
 E4M3_RATE = 1530e12
+_HOPPER = 9  # The major compute capability.
 
 
 @cache
@@ -17,6 +18,11 @@ def starts_early(device: torch.device) -> bool:
     A kernel then starts before the previous kernel on the stream has ended, and runs up to its
     `gdc_wait`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def early_launch(early: bool) -> dict[str, bool]:

@@ -12,7 +12,7 @@ import torch
 
 from parrot.engine.attention.triton_attention import TritonAttention, TritonPlan
 from parrot.engine.kernels.fused import add_rms_norm, rope_and_store
-from parrot.engine.kernels.launch import NewKV
+from parrot.engine.kernels.launch import NewKV, is_hopper
 from parrot.engine.kernels.linear.products import Rows
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.fused_layer import FusedLayer
@@ -25,7 +25,6 @@ from parrot.engine.models.weights import plain_weight
 if TYPE_CHECKING:
     from parrot.engine.kernels.linear.chain import RowChain
 
-_HOPPER = (9, 0)  # The chain has been measured on it only.
 HANDLED = (
     *("architecture", "vocab_size", "hidden_size", "layers", "max_positions", "norm", "ropes"),
     *("names", "other_names", "tie_embeddings"),
@@ -116,7 +115,8 @@ class FusedDecoder:
             return self._chained(chain, residual, normed, attention, plan)
         for index, layer in enumerate(self._layers):
             only_last = index == last and sample_rows is not None
-            attended = self._attend(index, layer, normed, attention, plan, only_last)
+            q, new = self._heads(index, normed, attention, plan)
+            attended = attention.attend(index, q, new, plan, only_last=only_last)
             if index == last and sample_rows is not None:
                 attended = attended.index_select(0, sample_rows)
                 residual = residual.index_select(0, sample_rows)
@@ -141,7 +141,7 @@ class FusedDecoder:
     ) -> tuple[Rows, torch.Tensor]:
         """`_normed` of one row with one kernel for all products between two attentions."""
         step, last = chain.start(residual), len(self._layers) - 1
-        q, new = self._heads(0, self._layers[0], normed, attention, plan)
+        q, new = self._heads(0, normed, attention, plan)
         for index in range(len(self._layers)):
             # The chain asks for a limited number of weights while attention runs.
             attended = attention.attend(index, q, new, plan, next_early=True)
@@ -162,28 +162,12 @@ class FusedDecoder:
         out = torch.empty_like(residual)
         return residual, add_rms_norm(residual, residual, norm.weight, norm.eps, out, add=False)
 
-    def _attend(
-        self,
-        index: int,
-        layer: FusedLayer,
-        x: Rows,
-        attention: TritonAttention,
-        plan: TritonPlan,
-        only_last: bool,
-    ) -> torch.Tensor:
-        q, new = self._heads(index, layer, x, attention, plan)
-        return attention.attend(index, q, new, plan, only_last=only_last)
-
     def _heads(
-        self,
-        index: int,
-        layer: FusedLayer,
-        x: Rows,
-        attention: TritonAttention,
-        plan: TritonPlan,
+        self, index: int, x: Rows, attention: TritonAttention, plan: TritonPlan
     ) -> tuple[torch.Tensor, NewKV | None]:
         """Store the layer's new KV. Returns q, and the KV for attention without pages."""
-        shape, qkv = attention.shape, layer.qkv
+        layer, shape = self._layers[index], attention.shape
+        qkv = layer.qkv
         where = (attention.view(index, plan), plan.table_rows, layer.cos_sin, shape)
         is_plain = not attention.is_quantised and layer.head_norm is None
         if is_plain and qkv.can_rotate(shape, x):
@@ -194,9 +178,8 @@ class FusedDecoder:
 
 
 def _chain_of(layers: Sequence[FusedLayer], model: Decoder) -> "RowChain | None":
-    device = model.device
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
-    if not is_hopper or not all(layer.qkv.reads_e4m3 for layer in layers):
+    # The chain has been measured on Hopper GPUs only.
+    if not is_hopper(model.device) or not all(layer.qkv.reads_e4m3 for layer in layers):
         return None
     from parrot.engine.models.fused_chain import chain_of  # Only models in e4m3.
 

@@ -120,6 +120,7 @@ class RowChain:
             new((2, 1, hidden)),
             new((1, inner)),
             new((2, 1, self._num_programs), dtype=torch.float32),
+            # Three counters of each layer, and one so that all addresses are multiples of 16.
             residual.new_zeros((len(self._layers), 4), dtype=torch.int32),
         )
 

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from parrot.engine.kernels import e4m3
+from parrot.engine.kernels.linear.parts import gated
 
 # A tile of weights is 16 outputs and 2048 inputs. Each of 8 warps multiplies two slices of 128
 # inputs.
@@ -27,6 +28,7 @@ _exponent_of = gluon.jit(e4m3.exponent_of.fn)
 _power_of = gluon.jit(e4m3.power_of.fn)
 _inverse_of = gluon.jit(e4m3.inverse_of.fn)
 _float8_of = gluon.jit(e4m3.float8_of.fn)
+_gated = gluon.jit(gated.fn)
 
 # One thread of a program adds 1 to a counter, or waits until it has a value.
 _ADD = gl.constexpr("""{
@@ -74,6 +76,12 @@ _SPLIT = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0
 # part of two rows of eight.
 _EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0]))
 COPIED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5))
+
+
+@gluon.constexpr_function
+def _chunks(size):
+    """Chunks of x with this number of inputs."""
+    return -(-size // INPUTS.value)
 
 
 @gluon.jit
@@ -192,7 +200,7 @@ def _multiply(
 def _load_chunk(x_ptr, column, CHUNK: gl.constexpr, K: gl.constexpr):
     """A chunk of x. After the last column are copies of other columns.
 
-    The weights of these are zeros. Zeros here would be converted to e4m3 at compile time, which
+    Their weights are zeros. Zeros here would be converted to e4m3 at compile time, which
     ptxas of CUDA 12.8 does wrong."""
     place = CHUNK * INPUTS + column
     if CHUNK * INPUTS + INPUTS > K:
@@ -208,13 +216,13 @@ def _prepare(
     squares_ptr,
     eps,
     K: gl.constexpr,
-    C: gl.constexpr,
     NUM: gl.constexpr,
     NORM: gl.constexpr,
 ):
     """Round x to e4m3 for the product. Returns its power of two.
 
     NORM  x is divided by its root mean square first"""
+    C: gl.constexpr = _chunks(K)
     column = gl.arange(0, INPUTS, layout=_CHUNKS)
     loaded = ()
     for chunk in gl.static_range(C):
@@ -319,9 +327,9 @@ def chain_kernel(
     T_*            at least the number of tiles of a program; powers of two
     other arguments: see `row_qkv_kernel`"""
     program = gl.program_id(0)
-    C_HEADS: gl.constexpr = (HEADS + INPUTS - 1) // INPUTS
-    C_HIDDEN: gl.constexpr = (HIDDEN + INPUTS - 1) // INPUTS
-    C_INNER: gl.constexpr = (INNER + INPUTS - 1) // INPUTS
+    C_HEADS: gl.constexpr = _chunks(HEADS)
+    C_HIDDEN: gl.constexpr = _chunks(HIDDEN)
+    C_INNER: gl.constexpr = _chunks(INNER)
     QKV: gl.constexpr = (H + 2 * HKV) * D if HAS_QKV else 0
     T_MOST: gl.constexpr = max(T_HIDDEN, T_INNER, T_QKV)
     kind = rows_ptr.dtype.element_ty
@@ -361,7 +369,7 @@ def chain_kernel(
     before = gl.load(residual_ptr + output, mask=inside, other=0.0, cache_modifier=".cg")
     before = before.to(gl.float32)
 
-    power = _prepare(x_smem, attended_ptr, squares_ptr, eps, HEADS, C_HEADS, NUM, False)
+    power = _prepare(x_smem, attended_ptr, squares_ptr, eps, HEADS, NUM, False)
     _multiply(
         ring, full, parts, x_smem, 0, after_out, weights, ends,
         C_HEADS, C_HEADS, C_HIDDEN, C_INNER, D, NUM,
@@ -378,23 +386,20 @@ def chain_kernel(
     gate_scale = gl.load(gate_up_scales_ptr + inner, mask=in_inner, other=0.0)
     up_scale = gl.load(gate_up_scales_ptr + INNER + inner, mask=in_inner, other=0.0)
     _wait_for(counters, NUM)
-    power = _prepare(x_smem, rows_ptr, squares_ptr, eps, HIDDEN, C_HIDDEN, NUM, True)
+    power = _prepare(x_smem, rows_ptr, squares_ptr, eps, HIDDEN, NUM, True)
     _multiply(
         ring, full, parts, x_smem, after_out, after_gate_up, weights, ends,
         C_HIDDEN, C_HEADS, C_HIDDEN, C_INNER, D, NUM,
     )  # fmt: skip
     gate, up = _load_halves(parts, T_INNER)
-    # Rounded as separate kernels would round.
-    gate = (gate * (gate_scale * power)).to(kind).to(gl.float32)
-    up = (up * (up_scale * power)).to(kind).to(gl.float32)
-    result = (gate * (1.0 / (1.0 + gl.exp(-gate))) * up).to(kind)
-    gl.store(inner_ptr + inner, result, mask=in_inner)
+    result = _gated(gate * (gate_scale * power), up * (up_scale * power), kind)
+    gl.store(inner_ptr + inner, result.to(kind), mask=in_inner)
     _publish(counters + 1)
 
     scale = gl.load(down_scales_ptr + output, mask=inside, other=0.0)
     gain = gl.load(next_gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
     _wait_for(counters + 1, NUM)
-    power = _prepare(x_smem, inner_ptr, squares_ptr, eps, INNER, C_INNER, NUM, False)
+    power = _prepare(x_smem, inner_ptr, squares_ptr, eps, INNER, NUM, False)
     _multiply(
         ring, full, parts, x_smem, after_gate_up, after_down, weights, ends,
         C_INNER, C_HEADS, C_HIDDEN, C_INNER, D, NUM,
@@ -424,9 +429,7 @@ def chain_kernel(
         page = gl.load(tables + table_row * stride_table + position // PAGE, mask=placed, other=0)
         _wait_for(counters + 2, NUM)
         _run(_LET_NEXT_START)
-        power = _prepare(
-            x_smem, rows_ptr + HIDDEN, squares_ptr + NUM, next_eps, HIDDEN, C_HIDDEN, NUM, True
-        )
+        power = _prepare(x_smem, rows_ptr + HIDDEN, squares_ptr + NUM, next_eps, HIDDEN, NUM, True)
         _multiply(
             ring, full, parts, x_smem, after_down, after_qkv, weights, ends,
             C_HIDDEN, C_HEADS, C_HIDDEN, C_INNER, D, NUM,
