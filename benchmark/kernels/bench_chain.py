@@ -3,8 +3,8 @@
     python -m benchmark.kernels.bench_chain [--models M ...] [--output FILE.json]
 
 The products are out, gate and up, down and the next layer's qkv, for one row, in consecutive layers
-without attention, with weights in e4m3. The floor is the time to read the weights once at the copy
-rate of an H200."""
+without attention, with weights in e4m3 and in four bits. The floor is the time to read the weights
+once at the copy rate of an H200."""
 
 import argparse
 from dataclasses import asdict
@@ -14,7 +14,7 @@ import torch
 
 from benchmark.kernels import MEMORY_RATE
 from benchmark.kernels.attention_cases import PAGE, normal
-from benchmark.kernels.bench_formats import FormatLayer, in_e4m3, num_bytes
+from benchmark.kernels.bench_formats import FORMATS, FormatLayer, MakeWeight, num_bytes
 from benchmark.kernels.layers import MODELS, Model
 from benchmark.kernels.timing import time_graph
 from benchmark.results import Report, run
@@ -26,13 +26,14 @@ from parrot.engine.models.fused_weights import Where
 from parrot.engine.models.layers import RMSNorm
 
 _NUM_LAYERS = 6  # More bytes than L2.
+_NAMES = ("e4m3, a factor per row", "four bits, groups of 128 (AWQ, GPTQ)")
 
 
 class Layers:
     """Consecutive layers without attention. The first one's qkv follows the last one."""
 
-    def __init__(self, model: Model) -> None:
-        self.layers = [FormatLayer.of(model, in_e4m3) for _ in range(_NUM_LAYERS)]
+    def __init__(self, model: Model, make: MakeWeight) -> None:
+        self.layers = [FormatLayer.of(model, make) for _ in range(_NUM_LAYERS)]
         self.norm = RMSNorm(normal(model.hidden, std=0.02) + 1, 1e-5)
         self.shape = model.shape
         pages = torch.zeros(1, model.kv_heads, PAGE, 128, device="cuda").bfloat16()
@@ -70,8 +71,8 @@ class Layers:
         return q
 
 
-def bench(model: Model) -> dict[str, float]:
-    layers = Layers(model)
+def bench(model: Model, make: MakeWeight) -> dict[str, float]:
+    layers = Layers(model, make)
     chain = layers.chain()
     residual = normal(1, model.hidden)
     found, expected = residual.clone(), residual.clone()
@@ -100,7 +101,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def measure(args: argparse.Namespace, report: Report) -> None:
     for model in args.models:
         report.uses(model, asdict(MODELS[model]))
-        report.add("rows", {"model": model, **bench(MODELS[model])})
+        for name in _NAMES:
+            row = bench(MODELS[model], FORMATS[name])
+            report.add("rows", {"model": model, "format": name} | row)
 
 
 if __name__ == "__main__":

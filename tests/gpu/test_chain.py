@@ -4,7 +4,9 @@ Each result is compared with the one that follows from the kernel's own intermed
 that a number which is rounded up instead of down has no effect."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,20 +22,26 @@ from parrot.engine.kernels.launch import KVView
 from parrot.engine.kernels.linear.chain import (
     ChainLayer,
     ChainStep,
+    ChainWeight,
     CodedWeight,
     Following,
     Heads,
     Norm,
     RowChain,
 )
+from parrot.engine.kernels.linear.words import words_numbers
+from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.fused import FusedDecoder
 from parrot.engine.models.packed import Weights
+from parrot.engine.models.words_linear import words_of
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
 from parrot.protocol.sampling import Logprobs
 from tests.support import e4m3_cases
 from tests.support.e4m3_cases import random_matrix
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -67,16 +75,34 @@ SIZES = {
 }
 
 
-def weight(outputs: int, inputs: int) -> CodedWeight:
+def coded(outputs: int, inputs: int) -> CodedWeight:
     found = random_matrix(outputs, inputs)
     return CodedWeight(found.codes, found.scales)
+
+
+def words(outputs: int, inputs: int, kind: torch.dtype = torch.float16) -> Words:
+    codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, device="cuda")
+    shape = outputs, inputs // 128
+    scales = (torch.rand(shape, device="cuda") + 0.5) * 0.2 * inputs**-0.5
+    zeros = torch.randint(17, shape, device="cuda")
+    found = words_of(CodedMatrix.with_zeros(codes, scales.to(kind), zeros))
+    assert found is not None
+    return found
+
+
+MakeWeight = Callable[[int, int], ChainWeight]
+FORMATS: dict[str, MakeWeight] = {
+    "e4m3": coded,
+    "four bits": words,
+    "four bits, scales in bfloat16": partial(words, kind=torch.bfloat16),
+}
 
 
 def norm(size: int, eps: float = EPS) -> Norm:
     return Norm((torch.rand(size, device="cuda") + 0.5).bfloat16(), eps)
 
 
-def layer(sizes: Sizes, *, bias: bool = True) -> ChainLayer:
+def layer(sizes: Sizes, weight: MakeWeight = coded, *, bias: bool = True) -> ChainLayer:
     angles = torch.rand(64, sizes.dim, device="cuda")
     return ChainLayer(
         out=weight(sizes.hidden, sizes.heads * sizes.dim),
@@ -92,8 +118,22 @@ def layer(sizes: Sizes, *, bias: bool = True) -> ChainLayer:
     )
 
 
-def product(x: torch.Tensor, matrix: CodedWeight) -> torch.Tensor:
-    return e4m3_cases.product(x, Fp8Matrix(matrix.codes, matrix.scales))
+def product(x: torch.Tensor, matrix: ChainWeight) -> torch.Tensor:
+    if isinstance(matrix, CodedWeight):
+        return e4m3_cases.product(x, Fp8Matrix(matrix.codes, matrix.scales))
+    return x.double() @ words_numbers(matrix, torch.float32).double().T
+
+
+def product_of_norm(
+    rows: torch.Tensor, squares: torch.Tensor, eps: float, matrix: ChainWeight
+) -> torch.Tensor:
+    """The product with rows that are divided by their root mean squares.
+
+    Rows are rounded to bfloat16 after the division if they are rounded to e4m3 next."""
+    factor = torch.rsqrt(squares[: len(rows)].sum(1, keepdim=True) / rows.shape[1] + eps)
+    if isinstance(matrix, CodedWeight):
+        return product((rows.float() * factor).bfloat16(), matrix)
+    return product(rows, matrix) * factor.double()
 
 
 def assert_close(
@@ -104,12 +144,6 @@ def assert_close(
     bound = ROUNDING * (expected if size is None else size).abs() + 2**-12 * largest
     error = (found.double() - expected).abs() / bound
     assert bool((error <= 1).all()), error.max()
-
-
-def normed(rows: torch.Tensor, squares: torch.Tensor, eps: float) -> torch.Tensor:
-    """The rows that a product rounds to e4m3."""
-    factor = torch.rsqrt(squares.sum(1, keepdim=True) / rows.shape[1] + eps)
-    return (rows.float() * factor).bfloat16()
 
 
 def pool(sizes: Sizes) -> tuple[KVView, torch.Tensor]:
@@ -129,16 +163,17 @@ def check_out_gate_and_up(
     torch.testing.assert_close(
         step.squares[0].sum(1), total.square().sum(1).float(), rtol=0.01, atol=0
     )
-    x = normed(step.rows[0], step.squares[0], EPS)
-    gate, up = product(x, weights.gate_up).bfloat16().double().chunk(2, dim=1)
+    both = product_of_norm(step.rows[0], step.squares[0], EPS, weights.gate_up)
+    gate, up = both.bfloat16().double().chunk(2, dim=1)
     assert_close(step.inner, F.silu(gate) * up, gate * up)
     return total
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_layer(name: str) -> None:
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_layer(name: str, kind: str) -> None:
     sizes = SIZES[name]
-    weights = layer(sizes, bias=name != "13B")
+    weights = layer(sizes, FORMATS[kind], bias=name != "13B")
     chain = RowChain([weights], sizes.shape)
     assert chain.fits
     attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
@@ -151,10 +186,9 @@ def test_a_layer(name: str) -> None:
     down = product(step.inner, weights.down)
     assert_close(residual, total + down, total.abs() + down.abs())
     assert_close(step.rows[1], residual.double() * weights.next_norm.weight.double())
-    x = normed(step.rows[1], step.squares[1], 3e-4)
     following = weights.following
     assert following is not None
-    qkv = product(x, following.qkv)
+    qkv = product_of_norm(step.rows[1], step.squares[1], 3e-4, following.qkv)
     if following.bias is not None:
         qkv += following.bias.double()
     heads = qkv.bfloat16().double().view(1, -1, sizes.dim)
@@ -223,10 +257,11 @@ def test_numbers_that_are_not_finite_stay_so() -> None:
     assert q.isnan().all()
 
 
-def test_many_steps_give_the_same_result() -> None:
+@pytest.mark.parametrize("kind", ["e4m3", "four bits"])
+def test_many_steps_give_the_same_result(kind: str) -> None:
     """Programs that would not wait for each other would read old numbers."""
     sizes = SIZES["8B"]
-    chain = RowChain([layer(sizes) for _ in range(3)], sizes.shape)
+    chain = RowChain([layer(sizes, FORMATS[kind]) for _ in range(3)], sizes.shape)
     attended = torch.randn(1, sizes.heads * sizes.dim, device="cuda").bfloat16()
     before = torch.randn(1, sizes.hidden, device="cuda").bfloat16()
     kv, table_rows = pool(sizes)
@@ -248,15 +283,22 @@ def test_many_steps_give_the_same_result() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_hidden_states_equal_those_of_one_kernel_per_product(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["e4m3", "four bits"])
+def test_hidden_states_equal_those_of_one_kernel_per_product(
+    family: str, form: str, tmp_path: Path
+) -> None:
     """Steps of one row, in graphs and eagerly, after a prompt."""
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 640}
-    checkpoint = open_checkpoint(str(make_tiny_model(tmp_path / family, family, overrides=sizes)))
+    folder, weights = make_tiny_model(tmp_path / family, family, overrides=sizes), Weights.E4M3
+    if form == "four bits":
+        quantise_folder(folder, tmp_path / form, "awq", group=128)
+        folder, weights = tmp_path / form, Weights.KEPT
+    checkpoint = open_checkpoint(str(folder))
     tokens = random.Random(0).choices(range(250), k=40)
     found = []
     for is_chained in (True, False):
         device = torch.device("cuda")
-        model = load_decoder(checkpoint, torch.bfloat16, device, weights=Weights.E4M3)
+        model = load_decoder(checkpoint, torch.bfloat16, device, weights=weights)
         runner = CudaRunner(model, 64, 64, CudaOptions(max_rows=4))
         forward = runner.computer._forward
         assert isinstance(forward, FusedDecoder)

@@ -1,7 +1,7 @@
 """Weights in e4m3 with the products of the Triton kernels."""
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -24,6 +24,9 @@ from parrot.engine.kernels.row_codes import CodedRows, Factors, row_codes
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, unscaled_product
 from parrot.engine.models.fused_weights import LayerWeight, Where, num_rows, rows_of
 from parrot.engine.models.layers import RMSNorm
+
+if TYPE_CHECKING:
+    from parrot.engine.kernels.linear.chain import ChainWeight
 
 # Up to this number of rows, cuBLAS is faster without a factor per row and per output. On an H200
 # the four products of a layer of Llama-3.1-8B then take 80 us instead of 114 with 160 rows, 101
@@ -79,6 +82,13 @@ class Fp8Weight(LayerWeight):
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         coded = coded_rows(x, self.weight, self.scales)
         return few_rows_qkv(coded, self.weight, *where, bias=self.bias, scales=self.scales)
+
+    def for_chain(self) -> "ChainWeight | None":
+        if self._is_blocked:
+            return None
+        from parrot.engine.kernels.linear.chain import CodedWeight  # On Hopper GPUs only.
+
+        return CodedWeight(self.weight, self.scales)
 
     def gated(self, x: Rows, *, for_e4m3: bool) -> Rows:
         width = len(self.weight) // 2

@@ -179,9 +179,9 @@ class FusedDecoder:
 
 def _chain_of(layers: Sequence[FusedLayer], model: Decoder) -> "RowChain | None":
     # The chain has been measured on Hopper GPUs only.
-    if not is_hopper(model.device) or not all(layer.qkv.reads_e4m3 for layer in layers):
+    if not is_hopper(model.device) or any(layer.qkv.for_chain() is None for layer in layers):
         return None
-    from parrot.engine.models.fused_chain import chain_of  # Only models in e4m3.
+    from parrot.engine.models.fused_chain import chain_of  # Only models in these formats.
 
     assert isinstance(model.norm, RMSNorm)
     return chain_of(layers, model.norm, model.spec.attention)

@@ -1,6 +1,4 @@
-"""Which decoders have all products between two attentions as one kernel (`kernels.linear.chain`).
-
-Only models in e4m3 import it."""
+"""Which decoders have all products between two attentions as one kernel (`linear.chain`)."""
 
 from collections.abc import Sequence
 
@@ -8,15 +6,13 @@ import torch
 
 from parrot.engine.kernels.linear.chain import (
     ChainLayer,
-    CodedWeight,
+    ChainWeight,
     Following,
     Heads,
     Norm,
     RowChain,
     fits_tiles,
 )
-from parrot.engine.kernels.linear.products import is_blocked
-from parrot.engine.models.fp8_weights import Fp8Weight
 from parrot.engine.models.fused_layer import FusedLayer
 from parrot.engine.models.fused_weights import LayerWeight
 from parrot.engine.models.layers import RMSNorm
@@ -33,21 +29,23 @@ def chain_of(
     if not all(map(_is_supported, layers)):
         return None
     pairs = zip(layers, (*layers[1:], None), strict=True)
-    chain = RowChain([chain_layer(layer, follower, norm) for layer, follower in pairs], heads)
+    found = [chain_layer(layer, follower, norm) for layer, follower in pairs]
+    if len(set[object]().union(*(layer.kinds for layer in found))) > 1:
+        return None
+    chain = RowChain(found, heads)
     return chain if chain.fits else None
 
 
 def _is_supported(layer: FusedLayer) -> bool:
     weights = (layer.out, layer.gate_up, layer.down, layer.qkv)
     has_bias = any(weight.bias is not None for weight in weights[:3])
-    return layer.head_norm is None and not has_bias and all(map(_is_coded, weights))
+    return layer.head_norm is None and not has_bias and all(map(_is_whole, weights))
 
 
-def _is_coded(weight: LayerWeight) -> bool:
-    """Whether a weight is whole, in e4m3, and has a scale for each output."""
-    if not isinstance(weight, Fp8Weight) or weight.ranks is not None:
-        return False
-    return not is_blocked(weight.scales) and fits_tiles(weight.weight)
+def _is_whole(weight: LayerWeight) -> bool:
+    """Whether the chain has products with a weight, of which no other GPU has a part."""
+    found = None if weight.ranks is not None else weight.for_chain()
+    return found is not None and fits_tiles(found)
 
 
 def chain_layer(layer: FusedLayer, follower: FusedLayer | None, norm: RMSNorm) -> ChainLayer:
@@ -55,17 +53,18 @@ def chain_layer(layer: FusedLayer, follower: FusedLayer | None, norm: RMSNorm) -
     next_norm, following = norm, None
     if follower is not None:
         next_norm = follower.attn_norm
-        following = Following(_coded(follower.qkv), follower.qkv.bias, follower.cos_sin)
+        following = Following(_of(follower.qkv), follower.qkv.bias, follower.cos_sin)
     return ChainLayer(
-        _coded(layer.out),
-        _coded(layer.gate_up),
-        _coded(layer.down),
+        _of(layer.out),
+        _of(layer.gate_up),
+        _of(layer.down),
         Norm(layer.mlp_norm.weight, layer.mlp_norm.eps),
         Norm(next_norm.weight, next_norm.eps),
         following,
     )
 
 
-def _coded(weight: LayerWeight) -> CodedWeight:
-    assert isinstance(weight, Fp8Weight)
-    return CodedWeight(weight.weight, weight.scales)
+def _of(weight: LayerWeight) -> ChainWeight:
+    found = weight.for_chain()
+    assert found is not None
+    return found

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,9 @@ from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.kernels.row_codes import CodedRows, Factors
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.parallel import Ranks
+
+if TYPE_CHECKING:
+    from parrot.engine.kernels.linear.chain import ChainWeight
 
 # The KV, the rows of block tables, the angles and the heads that `few_rows_qkv` needs.
 Where = tuple[KVView, torch.Tensor, torch.Tensor, AttentionShape]
@@ -73,6 +76,10 @@ class LayerWeight(ABC):
     def unscaled(self, x: Rows) -> tuple[torch.Tensor, Factors | None]:
         """The product, and the factors that it has yet to be multiplied by."""
         return self(x), None
+
+    def for_chain(self) -> "ChainWeight | None":
+        """The weight for one kernel between two attentions; None without such a kernel."""
+        return None
 
     @property
     def num_outputs(self) -> int:

@@ -42,6 +42,9 @@ class WordsWeight(UnroundedWeight):
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
         return words_qkv(x, self.matrix, *where, bias=self.bias)
 
+    def for_chain(self) -> Words:
+        return self.matrix
+
     @property
     def num_outputs(self) -> int:
         return self.matrix.outputs

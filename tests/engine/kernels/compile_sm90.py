@@ -532,6 +532,7 @@ def row_variant(
 
 def chain_variant(
     *,
+    words: bool = False,
     hidden: int = 4096,
     inner: int = 14336,
     tiles: tuple[int, int, int] = (2, 16, 4),
@@ -539,30 +540,42 @@ def chain_variant(
     bias: bool = False,
 ) -> dict[str, Any]:
     """`tiles`: the room for a program's tiles of 132 programs, in `chain_kernel`'s order."""
-    from parrot.engine.kernels.linear.chain_kernels import COPIED, chain_kernel
+    from parrot.engine.kernels.linear import chain_tiles
+    from parrot.engine.kernels.linear.chain import MAX_REGISTERS
+    from parrot.engine.kernels.linear.chain_kernels import chain_kernel
 
+    tile, layout, inputs = "fp8e4nv[16, 1, 2, 8, 128]", chain_tiles.COPIED_CODES, 2048
+    if words:
+        tile, layout, inputs = "i16[32, 1, 2, 8, 32]", chain_tiles.COPIED_WORDS, 4096
     values = ("attended", "residual", "gain", "next_gain", "rows", "inner", "q")
     pointers = {f"{name}_ptr": "*bf16" for name in values}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), "*bf16")
     weights = ("out", "gate_up", "down", "qkv")
-    pointers |= {f"{name}_scales_ptr": "*fp32" for name in weights}
+    descriptors = {f"{name}_weight": f"tensordesc<{tile},{layout.value!r}>" for name in weights}
+    constants: dict[str, Any] = {} if bias else {"qkv_bias_ptr": None}
+    if words:
+        constants |= {f"{name}_scales_ptr": None for name in weights}
+        factors = f"tensordesc<i32[32, 1, 2, 8],{chain_tiles.COPIED_FACTORS.value!r}>"
+        descriptors |= {f"{name}_factors": factors for name in weights}
+    else:
+        pointers |= {f"{name}_scales_ptr": "*fp32" for name in weights}
+        constants |= {f"{name}_factors": None for name in weights}
     pointers |= dict.fromkeys(("squares_ptr", "cos_sin"), "*fp32")
     pointers |= dict.fromkeys(("positions", "table_rows", "tables", "counters"), "*i32")
     if bias:
         pointers["qkv_bias_ptr"] = "*bf16"
-    descriptor = f"tensordesc<fp8e4nv[16, 1, 2, 8, 128],{COPIED.value!r}>"
     numbers = {"eps": "fp32", "next_eps": "fp32", "stride_page": "i32", "stride_table": "i32"}
     room = dict(zip(("T_HIDDEN", "T_INNER", "T_QKV"), tiles, strict=True))
     shape = {"HIDDEN": hidden, "HEADS": hidden, "INNER": inner, "H": 32, "HKV": 8, "D": 128}
-    constants: dict[str, Any] = {} if bias else {"qkv_bias_ptr": None}
-    chunks = -(-max(hidden, inner) // 2048)
+    chunks = -(-max(hidden, inner) // inputs)
     return compile_kernel(
         chain_kernel,
-        {**pointers, **{f"{name}_weight": descriptor for name in weights}, **numbers},
+        {**pointers, **descriptors, **numbers},
         {**constants, **shape, **room, "PAGE": 64, "HAS_QKV": not last, "BIAS": bias}
-        | {"X_CHUNKS": chunks, "STAGES": 3, "NUM": 132},
+        | {"WORDS": words, "HALF_SCALES": True, "X_CHUNKS": chunks, "STAGES": 3, "NUM": 132},
         divisible=(*pointers, "stride_page"),
         num_warps=8,
+        max_registers=MAX_REGISTERS,
     )
 
 

@@ -99,6 +99,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "narrow before a chain": {"kernel": "attention", "rows": 16, "early": True},
     "merge before a chain": {"kernel": "merge", "early": True},
     "chain": {"kernel": "chain"},
+    "chain of words": {"kernel": "chain", "words": True},
     "chain of the last layer": {"kernel": "chain", "last": True},
     "chain of partial chunks": {"kernel": "chain", "inner": 13824, "bias": True},
     "row codes": {"kernel": "codes"},
@@ -198,9 +199,10 @@ def test_several_narrow_programs_fit_a_multiprocessor(name: str, reports: Report
     assert MAX_SHARED_BYTES // report["shared"] >= 3, report
 
 
-def test_a_chain_and_attention_fit_a_multiprocessor(reports: Reports) -> None:
+@pytest.mark.parametrize("name", ["chain", "chain of words"])
+def test_a_chain_and_attention_fit_a_multiprocessor(name: str, reports: Reports) -> None:
     """A program of each may start before the other ends."""
-    chain, attention = reports["chain"], reports["narrow before a chain"]
+    chain, attention = reports[name], reports["narrow before a chain"]
     assert 32 * (8 * chain["registers"] + 4 * attention["registers"]) <= 65536
     reserved = 1024  # Of each program.
     assert chain["shared"] + attention["shared"] + reserved <= MAX_SHARED_BYTES

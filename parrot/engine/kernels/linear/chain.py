@@ -1,4 +1,4 @@
-"""All matrix products between two attentions as one kernel, for one row and weights in e4m3.
+"""All matrix products between two attentions as one kernel, for one row and quantised weights.
 
 With one row, reading weights takes nearly all of a step's time. One kernel per product leaves the
 memory idle at the end of each kernel. Here programs ask for their next weights before they wait for
@@ -13,22 +13,28 @@ import triton
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from parrot.engine.kernels.launch import KVView
-from parrot.engine.kernels.linear.chain_kernels import (
-    COPIED,
-    INPUTS,
+from parrot.engine.kernels.linear.chain_kernels import chain_kernel
+from parrot.engine.kernels.linear.chain_tiles import (
+    COPIED_CODES,
+    COPIED_FACTORS,
+    COPIED_WORDS,
+    FACTOR_BYTES,
     SLICE,
     TILE,
+    TILE_BYTES,
     WARPS,
-    chain_kernel,
 )
 from parrot.engine.kernels.linear.products import UndividedRows
+from parrot.engine.kernels.linear.words_layout import Words
 
-_TILE, _INPUTS, _SLICE, _WARPS = (int(size.value) for size in (TILE, INPUTS, SLICE, WARPS))
+_TILE, _WARPS, _SLICE = (int(size.value) for size in (TILE, WARPS, SLICE))
+_TILE_BYTES, _FACTOR_BYTES = int(TILE_BYTES.value), int(FACTOR_BYTES.value)
 
 # Shared memory of a program. A multiprocessor has 227 KiB, and a program of attention takes 70. So
 # each of both can start before the other ends.
 _SHARED_BYTES = 153 << 10
-_TILE_BYTES = 32 << 10
+# Registers of a thread. Without a number, ptxas takes 128 and spills with words.
+MAX_REGISTERS = 152
 _STAGES = 3  # Tiles that a program asks for ahead. With 4 or 5, steps are 1 and 3% slower.
 
 
@@ -38,6 +44,9 @@ class CodedWeight:
 
     codes: torch.Tensor
     scales: torch.Tensor
+
+
+ChainWeight = CodedWeight | Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +61,7 @@ class Norm:
 class Following:
     """qkv of the next layer [(heads + 2 kv_heads) * head_dim, hidden], and its angles."""
 
-    qkv: CodedWeight
+    qkv: ChainWeight
     bias: torch.Tensor | None
     cos_sin: torch.Tensor
 
@@ -61,9 +70,9 @@ class Following:
 class ChainLayer:
     """The products of one layer after its attention, up to the next attention."""
 
-    out: CodedWeight
-    gate_up: CodedWeight
-    down: CodedWeight
+    out: ChainWeight
+    gate_up: ChainWeight
+    down: ChainWeight
     norm: Norm  # Before gate and up.
     next_norm: Norm
     following: Following | None  # None in the last layer.
@@ -71,7 +80,23 @@ class ChainLayer:
     @property
     def sizes(self) -> tuple[int, int, int]:
         """The sizes of the residual, of the heads' results and of the MLP."""
-        return len(self.out.codes), self.out.codes.shape[1], self.down.codes.shape[1]
+        (hidden, heads), (_, inner) = size_of(self.out), size_of(self.down)
+        return hidden, heads, inner
+
+    @property
+    def has_words(self) -> bool:
+        return isinstance(self.out, Words)
+
+    @property
+    def has_half_scales(self) -> bool:
+        return isinstance(self.out, Words) and self.out.has_half_scales
+
+    @property
+    def kinds(self) -> set[object]:
+        """The sizes and types of the weights. One kernel needs one of each."""
+        following = () if self.following is None else (self.following.qkv,)
+        weights = (self.out, self.gate_up, self.down, *following)
+        return {(self.sizes, type(w), isinstance(w, Words) and w.has_half_scales) for w in weights}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +124,7 @@ class RowChain:
     Their programs wait for each other. So two steps must not run at the same time on a device."""
 
     def __init__(self, layers: Sequence[ChainLayer], heads: Heads) -> None:
-        properties = torch.cuda.get_device_properties(layers[0].out.codes.device)
+        properties = torch.cuda.get_device_properties(layers[0].norm.weight.device)
         self._num_programs = properties.multi_processor_count
         self._layers = [_Launch(layer, heads, self._num_programs) for layer in layers]
         self._sizes = layers[0].sizes
@@ -155,12 +180,12 @@ class _Launch:
 
     def __init__(self, layer: ChainLayer, heads: Heads, num_programs: int) -> None:
         self._layer, self._heads, self._num_programs = layer, heads, num_programs
-        self._out = grouped_tiles(layer.out.codes, _TILE)
-        self._gate_up = halved_tiles(layer.gate_up.codes)
-        self._down = grouped_tiles(layer.down.codes, _TILE)
+        self._out = Tiles.grouped(layer.out, _TILE)
+        self._gate_up = Tiles.halved(layer.gate_up)
+        self._down = Tiles.grouped(layer.down, _TILE)
         self._qkv = self._out  # The last layer's kernel does not use it.
         if layer.following is not None:
-            self._qkv = grouped_tiles(layer.following.qkv.codes, heads.dim)
+            self._qkv = Tiles.grouped(layer.following.qkv, heads.dim)
 
     @property
     def next_eps(self) -> float:
@@ -169,12 +194,21 @@ class _Launch:
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a program: for tiles, x, and the parts of sums."""
+        tile_bytes, x_bytes = _TILE_BYTES, self._chunks * self._inputs
+        if self._layer.has_words:
+            tile_bytes += _FACTOR_BYTES
+            x_bytes = 2 * x_bytes + 8 * x_bytes // _SLICE  # float16, and two sums of each slice.
         part_bytes = 4 * _TILE * _WARPS * max(self._num_tiles.values())
-        return _STAGES * _TILE_BYTES + self._chunks * _INPUTS + part_bytes
+        return _STAGES * tile_bytes + x_bytes + part_bytes
+
+    @property
+    def _inputs(self) -> int:
+        """Inputs of a tile, and of a chunk of x."""
+        return _TILE_BYTES // _TILE * (2 if self._layer.has_words else 1)
 
     @cached_property
     def _chunks(self) -> int:
-        return -(-max(self._layer.sizes) // _INPUTS)
+        return -(-max(self._layer.sizes) // self._inputs)
 
     @cached_property
     def _num_tiles(self) -> dict[str, int]:
@@ -205,14 +239,18 @@ class _Launch:
         chain_kernel[(self._num_programs,)](
             attended,
             step.residual,
-            self._out,
-            layer.out.scales,
-            self._gate_up,
-            layer.gate_up.scales,
-            self._down,
-            layer.down.scales,
-            self._qkv,
-            None if following is None else following.qkv.scales,
+            self._out.codes,
+            self._out.scales,
+            self._gate_up.codes,
+            self._gate_up.scales,
+            self._down.codes,
+            self._down.scales,
+            self._qkv.codes,
+            self._qkv.scales,
+            self._out.factors,
+            self._gate_up.factors,
+            self._down.factors,
+            self._qkv.factors,
             None if following is None else following.bias,
             layer.norm.weight,
             layer.next_norm.weight,
@@ -241,38 +279,89 @@ class _Launch:
             HAS_QKV=following is not None,
             BIAS=following is not None and following.bias is not None,
             **self._num_tiles,
+            WORDS=layer.has_words,
+            HALF_SCALES=layer.has_half_scales,
             X_CHUNKS=self._chunks,
             STAGES=_STAGES,
             NUM=self._num_programs,
             num_warps=_WARPS,
+            maxnreg=MAX_REGISTERS,
             launch_pdl=True,
         )
         return q
 
 
-def fits_tiles(codes: torch.Tensor) -> bool:
-    """Whether a weight [outputs, inputs] consists of whole tiles."""
-    outputs, inputs = codes.shape
+def size_of(weight: ChainWeight) -> tuple[int, int]:
+    """Outputs and inputs."""
+    if isinstance(weight, Words):
+        return weight.outputs, weight.inputs
+    outputs, inputs = weight.codes.shape
+    return outputs, inputs
+
+
+def fits_tiles(weight: ChainWeight) -> bool:
+    """Whether a weight consists of whole tiles. Words must have four bits in groups of 128."""
+    outputs, inputs = size_of(weight)
+    if isinstance(weight, Words):
+        kind = weight.bits, weight.group, weight.has_least, weight.shift
+        if kind != (4, _SLICE, False, 0):
+            return False
     return outputs % _TILE == 0 and inputs % _SLICE == 0
 
 
-def grouped_tiles(codes: torch.Tensor, size: int) -> TensorDescriptor:
-    """Tiles of groups of `size` outputs: 8 of a group's first half, and 8 of its second half."""
-    return _tiles(codes, len(codes) // size, size // 2)
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of a weight.
+
+    A weight has groups of outputs. A tile has 8 outputs of the first half of a group, and 8 of the
+    second. Its place is [its first slice of inputs, group, 0, its first output in each half, 0]."""
+
+    codes: TensorDescriptor
+    scales: torch.Tensor | None  # Of e4m3.
+    factors: TensorDescriptor | None  # Of words. They have no last dimension.
+
+    @classmethod
+    def grouped(cls, weight: ChainWeight, size: int) -> "Tiles":
+        """With groups of `size` outputs."""
+        return cls._of(weight, size_of(weight)[0] // size, size // 2)
+
+    @classmethod
+    def halved(cls, weight: ChainWeight) -> "Tiles":
+        """With one group."""
+        return cls._of(weight, 1, size_of(weight)[0] // 2)
+
+    @classmethod
+    def _of(cls, weight: ChainWeight, groups: int, half: int) -> "Tiles":
+        assert fits_tiles(weight)
+        if isinstance(weight, CodedWeight):
+            return cls(_tiles_of_codes(weight.codes, groups, half), weight.scales, None)
+        words, factors = weight.words, weight.factors
+        return cls(_tiles_of_words(words, groups, half), None, _factors(factors, groups, half))
 
 
-def halved_tiles(codes: torch.Tensor) -> TensorDescriptor:
-    """Tiles of 8 outputs of the first half, and 8 of the second half."""
-    return _tiles(codes, 1, len(codes) // 2)
-
-
-def _tiles(codes: torch.Tensor, groups: int, half: int) -> TensorDescriptor:
-    """The place of a tile is [its first slice of inputs, group, 0, its first output in each half of
-    the group, 0]."""
-    inputs = codes.shape[1]
+def _tiles_of_codes(codes: torch.Tensor, groups: int, half: int) -> TensorDescriptor:
     assert codes.is_contiguous()
-    assert fits_tiles(codes), codes.shape
+    inputs = codes.shape[1]
     shape = [inputs // _SLICE, groups, 2, half, _SLICE]
     strides = [_SLICE, 2 * half * inputs, half * inputs, inputs, 1]
-    block = [_INPUTS // _SLICE, 1, 2, _TILE // 2, _SLICE]
-    return TensorDescriptor(codes, shape, strides, block, COPIED.value)
+    block = [_TILE_BYTES // (_TILE * _SLICE), 1, 2, _TILE // 2, _SLICE]
+    return TensorDescriptor(codes, shape, strides, block, COPIED_CODES.value)
+
+
+def _tiles_of_words(words: torch.Tensor, groups: int, half: int) -> TensorDescriptor:
+    assert words.is_contiguous()
+    blocks, outputs, width = words.shape
+    shape = [blocks, groups, 2, half, width]
+    strides = [outputs * width, 2 * half * width, half * width, width, 1]
+    block = [_TILE_BYTES // (2 * _TILE * width), 1, 2, _TILE // 2, width]
+    return TensorDescriptor(words, shape, strides, block, COPIED_WORDS.value)
+
+
+def _factors(factors: torch.Tensor, groups: int, half: int) -> TensorDescriptor:
+    assert factors.is_contiguous()
+    blocks, outputs = factors.shape
+    strides = [outputs, 2 * half, half, 1]
+    block = [_FACTOR_BYTES // (4 * _TILE), 1, 2, _TILE // 2]
+    return TensorDescriptor(
+        factors, [blocks, groups, 2, half], strides, block, COPIED_FACTORS.value
+    )

@@ -109,7 +109,7 @@ def _part(
 
 
 @triton.jit
-def _scale_of(factor, HALF: tl.constexpr):
+def scale_of(factor, HALF: tl.constexpr):
     """The scales of factors, float32. HALF: they are float16."""
     if HALF:
         scale = factor.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -121,7 +121,7 @@ def _scale_of(factor, HALF: tl.constexpr):
 @triton.jit
 def _least_of(factor, HALF: tl.constexpr):
     """The numbers of code 0, float32. HALF: they are float16."""
-    return _scale_of(factor >> 16, HALF)
+    return scale_of(factor >> 16, HALF)
 
 
 @triton.jit
@@ -223,7 +223,7 @@ def _products(
             x = tl.trans(tl.load(x_row_at + column[None, :], mask=is_input, other=0.0))
             codes = _codes(words, factor, group, GROUP, kind, BITS, LEAST, ASSEMBLY)
             sums = tl.dot(codes, x, input_precision="ieee")
-            result += sums * _scale_of(factor, HALF)[:, None]
+            result += sums * scale_of(factor, HALF)[:, None]
             if LEAST:
                 ones = tl.full([BN, GROUP], 1.0, kind)
                 sums = tl.dot(ones, x, input_precision="ieee")
@@ -285,7 +285,7 @@ def _sliced_products(
             x = tl.permute(x, (0, 2, 1))
             codes = _codes(words, factor, group, GROUP, kind, BITS, LEAST, ASSEMBLY)
             sums = tl.dot(codes, x, input_precision="ieee")
-            result += sums * tl.expand_dims(_scale_of(factor, HALF), -1)
+            result += sums * tl.expand_dims(scale_of(factor, HALF), -1)
             if LEAST:
                 ones = tl.full([SLICES, BN, GROUP], 1.0, kind)
                 sums = tl.dot(ones, x, input_precision="ieee")
@@ -497,7 +497,7 @@ def words_numbers_kernel(
         group = block * (BLOCK // GROUP) + part * WIDTH // GROUP
         factor = tl.load(factors_ptr + group * N + row, mask=inside, other=0)
         numbers = _part(words, factor, part, tl.float32, BITS, LEAST, False)
-        numbers *= _scale_of(factor, HALF)[:, None]
+        numbers *= scale_of(factor, HALF)[:, None]
         if LEAST:
             numbers += _least_of(factor, HALF)[:, None]
         if SHIFT > 0:
