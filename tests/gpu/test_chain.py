@@ -165,7 +165,8 @@ def check_out_gate_and_up(
     )
     both = product_of_norm(step.rows[0], step.squares[0], EPS, weights.gate_up)
     gate, up = both.bfloat16().double().chunk(2, dim=1)
-    assert_close(step.inner, F.silu(gate) * up, gate * up)
+    # gate and up may both be rounded to the other side.
+    assert_close(step.inner, F.silu(gate) * up, 2 * gate * up)
     return total
 
 
