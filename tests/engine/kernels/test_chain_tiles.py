@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 
+from parrot.engine.kernels.linear import chain_tiles
 from parrot.engine.kernels.linear.chain import (
     ChainWeight,
     CodedWeight,
@@ -16,6 +17,7 @@ from parrot.engine.kernels.linear.chain import (
     fits_tiles,
 )
 from parrot.engine.kernels.linear.words_layout import Words
+from tests.support.assembly import computed, halves, pair_of
 
 TILE, GROUP, WIDTH = 16, 128, 32
 
@@ -124,3 +126,15 @@ def test_gate_and_up_with_their_factors() -> None:
 )
 def test_weights_consist_of_whole_tiles(weight: ChainWeight, expected: bool) -> None:
     assert fits_tiles(weight) == expected
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_the_instructions_that_make_numbers_of_codes(part: int) -> None:
+    """All pairs of codes, with and without neighbours."""
+    low, high = torch.arange(16)[:, None].expand(16, 16), torch.arange(16).expand(16, 16)
+    source = getattr(chain_tiles, f"_NUMBERS_{part}").value
+    for others in (0, 0xFFFF & ~(15 << (4 * part))):
+        words = [codes << (4 * part) | others for codes in (low, high)]
+        found = halves(computed(source, {"$1": pair_of(*words)}), torch.float16)
+        assert torch.equal(found[0], (low + (256, 16)[part % 2]).double())
+        assert torch.equal(found[1], (high + (256, 16)[part % 2]).double())

@@ -1,9 +1,6 @@
 """Products with coded weights in Triton's interpreter, against float64 products of their
 numbers."""
 
-import re
-from collections.abc import Callable
-
 import pytest
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -27,6 +24,7 @@ from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.packed import code_bytes
 from parrot.engine.models.words_linear import matrix_of, words_of
 from parrot.engine.models.words_weights import WordsWeight, words_product
+from tests.support.assembly import computed, halves, pair_of
 from tests.support.kernel_cases import relative_error, rms_norm_reference
 from tests.support.rotation import Rotation
 
@@ -290,6 +288,7 @@ def test_products_with_few_programs_are_split() -> None:
     assert WordsProduct(8, 4096, 32).num_splits == 1, "a program has few blocks"
     assert WordsProduct(8, 28672, 112).num_splits == 1, "there are enough programs"
     assert WordsProduct(8, 4096, 113).num_splits == 1, "the parts would differ in size"
+    assert WordsProduct(16, 4096, 112).num_splits == 8
     assert WordsProduct(64, 4096, 112).num_splits == 7
     assert WordsProduct(64, 4096, 32).num_splits == 4
     assert WordsProduct(64, 28672, 32).num_splits == 1
@@ -331,14 +330,14 @@ def test_products_of_small_blocks_have_more_warps_or_stages() -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_the_instructions_that_unpack_words(part: int) -> None:
-    """The interpreter cannot run assembly, so the test evaluates its lines for all codes and
-    zeros."""
-    codes, zeros = torch.arange(16)[:, None], torch.arange(17)
-    word = (codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))).expand(16, 17)
-    zero = (-128.0 - zeros).bfloat16().view(torch.int16).long() & 0xFFFF
-    registers = {"$1": word, "$2": zero.expand(16, 17)}
-    source = words_kernels._PARTS[part].value
-    assert torch.equal(computed(source, registers), (codes - zeros).double())
+    """All codes and zeros."""
+    codes, zeros = torch.arange(16)[:, None].expand(16, 17), torch.arange(17).expand(16, 17)
+    word = codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))
+    zero = (-128.0 - zeros).bfloat16().view(torch.int16).long()
+    registers = {"$1": pair_of(word, word), "$2": pair_of(zero, zero)}
+    found = halves(computed(words_kernels._PARTS[part].value, registers), torch.bfloat16)
+    for half in found:
+        assert torch.equal(half, (codes - zeros).double())
 
 
 @pytest.mark.parametrize("part", range(2))
@@ -347,37 +346,6 @@ def test_the_instructions_that_unpack_signed_codes(part: int) -> None:
     for others in (0, 0xFFFF):
         word = (codes & 0xFF) << (8 * part) | (others & ~(0xFF << (8 * part)))
         source = words_kernels._SIGNED_PARTS[part].value
-        assert torch.equal(computed(source, {"$1": word}), codes.double())
-
-
-def computed(source: str, registers: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The result of assembly lines, for the low half of a 32-bit register."""
-    for line in re.findall(r"^\s*(shr|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
-        name, into, *operands = line[0], *re.split(r", *", line[1])
-        values = [
-            registers[x] if x in registers else torch.tensor(int(x, 0) & 0xFFFF) for x in operands
-        ]
-        registers[into] = INSTRUCTIONS[name](*values)
-    return bits_of_bfloat16(registers["$0"]).double()
-
-
-def bits_of_bfloat16(bits: torch.Tensor) -> torch.Tensor:
-    return bits.to(torch.int16).view(torch.bfloat16)
-
-
-def fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    x, y, z = (bits_of_bfloat16(bits).double() for bits in (a, b, c))
-    return (x * y + z).bfloat16().view(torch.int16).long() & 0xFFFF
-
-
-def lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    assert int(table) == 0xEA, "the table must be (a and b) or c"
-    return a & b | c
-
-
-INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
-    "shr": lambda a, count: a >> count,
-    "lop3": lop3,
-    "mov": lambda a: a,
-    "fma": fma,
-}
+        found = halves(computed(source, {"$1": pair_of(word, word)}), torch.bfloat16)
+        for half in found:
+            assert torch.equal(half, codes.double())

@@ -12,7 +12,7 @@ from parrot.engine.kernels.linear.words_layout import Words
 
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
-_SLICED_ROWS = 16  # Up to this number of rows, each warp has its own blocks.
+_SLICED_ROWS = 16  # Up to this number of rows, each warp may have its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
 _MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
 _LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
@@ -47,8 +47,7 @@ class WordsProduct:
     @property
     def most_rows(self) -> int:
         """With more rows, a product with the dequantised weight is faster."""
-        is_simple = self.group >= _LARGEST_BLOCK and not self.has_least
-        return 256 if is_simple and self.outputs > _MANY_OUTPUTS else 128
+        return 256 if self._is_simple and self.outputs > _MANY_OUTPUTS else 128
 
     @property
     def num_splits(self) -> int:
@@ -58,7 +57,9 @@ class WordsProduct:
             return 1
         if triton.cdiv(self.outputs, 32 if self._is_sliced else 128) > _FEW_PROGRAMS:
             return 1
-        choices = (4, 2) if self._is_sliced or not self._is_long else (7, 4, 2)
+        choices: tuple[int, ...] = (4, 2)
+        if self._is_long and not self._is_sliced:
+            choices = (7, 4, 2) if self._members > _SLICED_ROWS else (8, 7, 4, 2)
         return next((count for count in choices if self.blocks % count == 0), 1)
 
     def tile(self) -> dict[str, int]:
@@ -79,8 +80,13 @@ class WordsProduct:
         return min(max(_MIN_ROWS, members), _MAX_ROWS)
 
     @property
+    def _is_simple(self) -> bool:
+        return self.group >= _LARGEST_BLOCK and not self.has_least
+
+    @property
     def _is_sliced(self) -> bool:
-        return self._members <= _SLICED_ROWS
+        # With 16 rows and one scale for a block, whole programs for each block are faster.
+        return self._members <= (_MIN_ROWS if self._is_simple else _SLICED_ROWS)
 
     @property
     def _is_long(self) -> bool:
@@ -89,7 +95,7 @@ class WordsProduct:
     def _sizes(self) -> tuple[int, int, int, int]:
         """Rows of weights, slices, stages and warps."""
         is_wide = self.outputs > _MANY_OUTPUTS
-        if self._members > _SLICED_ROWS:
+        if not self._is_sliced:
             # With the sums of x, a tile of 128 outputs would not fit in the registers.
             is_tall = (is_wide or (self.splits > 1 and self._is_long)) and not self.has_least
             return (128, 1, 3, 4) if is_tall else (64, 1, 4, 4)
