@@ -42,7 +42,9 @@ from parrot.engine.models.families import ARCHITECTURES, spec_from_config
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tensors import num_weights
 from parrot.engine.openai.dialects import DIALECTS
+from parrot.engine.runner.kv_cache import device_pool_bytes
 from parrot.engine.runner.sizes import KvMemory
+from parrot.engine.runner.step_memory import step_bytes
 from parrot.engine.sim import SimService
 from parrot.gateway.vendors.chat_completions import ChatRequest
 from parrot.gateway.vendors.completions import CompletionRequest
@@ -410,14 +412,16 @@ def architectures_table() -> str:
 def shapes_table() -> str:
     """The memory of models in bfloat16, with the heads that the kernels store."""
     rows, size = [], 64  # Tokens per block.
-    for name, config in KNOWN_SHAPES.items():
-        spec = spec_from_config(config, name)
+    for name, shape in KNOWN_SHAPES.items():
+        spec = spec_from_config(shape, name)
         if spec.attention.head_dim.bit_count() > 1:
             spec = spec.padded() or spec
         weights = 2 * num_weights(spec)
-        memory = KvMemory(spec, engine_config.BuiltinConfig(), size, torch.bfloat16)
-        block_bytes = memory.layout.block_bytes
-        blocks = [int((free * GIB - weights) * 0.9) // block_bytes for free in FREE_GIB]
+        config = engine_config.BuiltinConfig()
+        memory = KvMemory(spec, config, size, torch.bfloat16)
+        of_steps = step_bytes(spec, config.scheduler, torch.bfloat16, unpacks=False)
+        pools = [device_pool_bytes(free * GIB - weights, of_steps) for free in FREE_GIB]
+        blocks = [pool // memory.layout.block_bytes for pool in pools]
         all_sizes = [memory.in_memory_of(max(0, count)) for count in blocks]
         layout = all_sizes[-1].layout
         parts = [layout.block_bytes / size / 1024, layout.slot_bytes / size / 1024]

@@ -23,6 +23,7 @@ from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.engine_api import (
@@ -309,6 +310,28 @@ def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(ConfigError, match=r"15\.0 GiB.*1\.0 are free"):
         load_runner(config)
+
+
+def test_kv_that_leaves_no_memory_for_steps_is_refused(tmp_path: Path) -> None:
+    folder = make_tiny_model(tmp_path / "tiny", overrides=SIZES)
+    layout = KVLayout.of(open_checkpoint(str(folder)).spec, 64, torch.bfloat16)
+    num_blocks = (256 << 20) // layout.block_bytes
+    config = BuiltinConfig.model_validate(
+        {
+            "model": str(folder),
+            "device": "cuda",
+            "dtype": "bfloat16",
+            "instance": {"num_kv_cache_blocks": num_blocks},
+        }
+    )
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (257 << 20)) / total)
+    try:
+        with pytest.raises(ConfigError, match=f"{num_blocks} KV blocks leave too little.*cuda:0"):
+            load_runner(config)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def embedded(device: str, dtype: str) -> Driver:

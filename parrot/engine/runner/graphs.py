@@ -144,8 +144,11 @@ class StepGraphs:
         self._compute = compute
         self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
         self._num_missed: Counter[tuple[StepSize, Capacity]] = Counter()
+        # All captures share a pool of memory and a stream: the allocator does not give memory that
+        # one stream has freed to another.
         self._pool = torch.cuda.graph_pool_handle()
-        # The logits of all graphs with prompts, [rows, tokens]. The next step overwrites them.
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        # The logits of all graphs, [rows, tokens]. The next step overwrites them.
         self._logits: torch.Tensor | None = None
         self.num_replays = 0
 
@@ -194,19 +197,18 @@ class StepGraphs:
 
     def _capture(self, size: StepSize, capacity: Capacity, work: WorkList) -> Graph:
         plan = PlanBuffers(work, self._attention.device, capacity)
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = self._stream
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             # Compile kernels and set up libraries: both are impossible during a capture.
             decoded = self._compute(size, plan, self._attention)
-            if size.logits is not None and self._logits is None:
-                num_rows = max(size.logits or 0 for size in self.sizes)
+            if self._logits is None:
+                num_rows = max(size.logits or size.rows for size in self.sizes)
                 self._logits = decoded.logits.new_empty((num_rows, *decoded.logits.shape[1:]))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             decoded = self._compute(size, plan, self._attention)
-            if size.logits is not None:
-                decoded = decoded._replace(logits=self._kept(decoded.logits))
+            decoded = decoded._replace(logits=self._kept(decoded.logits))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, capacity)

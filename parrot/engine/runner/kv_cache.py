@@ -78,15 +78,23 @@ class KVLayout:
         return len(group.layers) * self.block_size * token_bytes
 
 
-def blocks_in_free_memory(layout: KVLayout, device: torch.device, num_ranks: int = 1) -> int:
+def blocks_in_free_memory(
+    layout: KVLayout, device: torch.device, num_ranks: int = 1, step_bytes: int = 0
+) -> int:
     """The default number of blocks, from the free memory. It can be 0 on a GPU.
 
-    `num_ranks` ranks divide the CPU memory evenly."""
+    `num_ranks` ranks divide the CPU memory evenly. `step_bytes`: GPU memory that is left for
+    steps at least."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _DEVICE_SHARE_OF_FREE) // layout.block_bytes
+        return device_pool_bytes(free, step_bytes) // layout.block_bytes
     budget = min(_CPU_CACHE_LIMIT, int(available_memory() * _CPU_SHARE_OF_FREE))
     return max(1, budget // num_ranks // layout.block_bytes)
+
+
+def device_pool_bytes(free: int, step_bytes: int) -> int:
+    """The default size of the pool on a GPU with `free` bytes, of which steps take `step_bytes`."""
+    return max(0, min(int(free * _DEVICE_SHARE_OF_FREE), free - step_bytes))
 
 
 class KVCache:

@@ -3,6 +3,7 @@
 import logging
 import os
 import weakref
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from parrot.engine.models.checkpoint import (
     resolve_dtype,
 )
 from parrot.engine.models.decoder import Decoder
+from parrot.engine.models.packed import Weights
 from parrot.engine.models.parallel import Partition, require_divisible
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.runner.cpu import CpuOptions, MakeLayers, ModelRunner
@@ -31,6 +33,7 @@ from parrot.engine.runner.kv_cache import MIB, KVLayout, blocks_in_free_memory
 from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, Unit
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.sizes import KvMemory, KvSizes
+from parrot.engine.runner.step_memory import step_bytes
 from parrot.engine.runner.weights import E4M3, bytes_of_matrices, choose_weights
 from parrot.utils.config import ConfigError
 
@@ -96,15 +99,16 @@ def load_rank(
     group, report = (None, _no_report) if member is None else (member.group, member.report)
     report("measuring free memory")
     if instance.num_kv_cache_blocks is None:
-        sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group))
+        unpacks = matrix_bytes is not None and weights is Weights.KEPT
+        of_steps = step_bytes(spec, config.scheduler, dtype, unpacks=unpacks)
+        sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group, of_steps))
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
         num_bytes = host_bytes_for_all(instance.host_kv_gb, sizes, group)
         sizes = memory.with_host(sizes, num_bytes)
     runner: ModelRunner | CudaRunner
     report("allocating memory")
     if use_triton:
-        runner = _make_cuda_runner(config, model, sizes, unit)
-        runner.warm_up(report)
+        runner = _warm_cuda_runner(config, model, sizes, unit, report)
     else:
         is_alone = member is None
         runner = _make_torch_runner(config, model, sizes, unit, is_alone=is_alone)
@@ -113,11 +117,13 @@ def load_rank(
     return LoadedModel(runner, tokenizer, checkpoint.default_sampling)
 
 
-def blocks_for_all(layout: KVLayout, device: torch.device, group: RankGroup | None) -> int:
+def blocks_for_all(
+    layout: KVLayout, device: torch.device, group: RankGroup | None, of_steps: int = 0
+) -> int:
     """The default number of blocks in the pool: the smallest of all ranks.
 
-    Raises `ConfigError` if no block fits."""
-    own = blocks_in_free_memory(layout, device, 1 if group is None else group.size)
+    `of_steps`: bytes of a GPU that are left for steps. Raises `ConfigError` if no block fits."""
+    own = blocks_in_free_memory(layout, device, 1 if group is None else group.size, of_steps)
     found = own if group is None else group.least(own)
     if not found:
         which = str(device) if not own else "another rank's device"
@@ -220,6 +226,26 @@ def _use_triton(instance: BuiltinInstance, spec: DecoderSpec, device: torch.devi
 
 def _is_power_of_two(number: int) -> bool:
     return number.bit_count() == 1
+
+
+def _warm_cuda_runner(
+    config: BuiltinConfig,
+    model: Decoder,
+    sizes: KvSizes,
+    unit: Unit | None,
+    report: Callable[[str | None], None],
+) -> "CudaRunner":
+    """Raises `ConfigError` if KV leaves too little memory for steps."""
+    try:
+        runner = _make_cuda_runner(config, model, sizes, unit)
+        runner.warm_up(report)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{sizes.num_blocks} KV blocks leave too little of the memory of {model.device} for "
+            "steps; set `instance.num_kv_cache_blocks` to a smaller number, or lower "
+            "`scheduler.max_num_batched_tokens` or `scheduler.max_batch_size`"
+        ) from error
+    return runner
 
 
 def _make_cuda_runner(

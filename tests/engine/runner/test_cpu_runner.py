@@ -192,7 +192,7 @@ def test_a_separate_tokenizer(folder: Path, tmp_path: Path) -> None:
 
 
 def test_default_number_of_blocks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "blocks_in_free_memory", lambda layout, device, ranks: 11)
+    monkeypatch.setattr(load, "blocks_in_free_memory", lambda *_: 11)
     assert load_runner(config(folder, num_kv_cache_blocks=None))[0].info.num_blocks == 11
 
 
