@@ -2,8 +2,8 @@
 
 Besides attention, a layer has three kinds of kernels between the matrix products: residual add with
 RMS norm (twice), norm and rotation of heads with the KV write, and SiLU-mul. For few rows the
-products include these operations. For one row and weights in e4m3, all products between two
-attentions are one kernel (`fused_chain`)."""
+products include these operations. For one row and weights in e4m3 or in four bits, all products
+between two attentions are one kernel (`fused_chain`)."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING

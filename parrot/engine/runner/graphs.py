@@ -32,6 +32,7 @@ _MIXED = (
     *(8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
     2048,
 )
+_OWN_LOGITS = 8  # Graphs of more rows copy their logits to a common buffer, which takes 2 us.
 _MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
 
@@ -148,7 +149,7 @@ class StepGraphs:
         # one stream has freed to another.
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        # The logits of all graphs, [rows, tokens]. The next step overwrites them.
+        # The logits of all graphs of many rows, [rows, tokens]. The next step overwrites them.
         self._logits: torch.Tensor | None = None
         self.num_replays = 0
 
@@ -208,7 +209,8 @@ class StepGraphs:
                 self._logits = decoded.logits.new_empty((num_rows, *decoded.logits.shape[1:]))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             decoded = self._compute(size, plan, self._attention)
-            decoded = decoded._replace(logits=self._kept(decoded.logits))
+            if size.rows > _OWN_LOGITS:
+                decoded = decoded._replace(logits=self._kept(decoded.logits))
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, capacity)

@@ -128,8 +128,9 @@ def blocks_for_all(
     if not found:
         which = str(device) if not own else "another rank's device"
         raise ConfigError(
-            f"the weights leave too little of the memory of {which} free for KV; use a smaller "
-            "model, or a device with more memory"
+            f"the weights and steps leave too little of the memory of {which} for KV; use a "
+            "smaller model, a device with more memory, or a lower "
+            "`scheduler.max_num_batched_tokens`"
         )
     return found
 
