@@ -22,6 +22,7 @@ from parrot.engine.kernels.sampling import (
     adjust_logits,
     best_tokens,
     draw_tokens,
+    fill_pending,
     mask_logits,
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
@@ -424,9 +425,7 @@ class StepComputer:
         if self._slots is not None:
             self._slots.update(step.slot_changes, has_new_blocks=len(at) > 0)
         if known is not None:
-            where = slice(len(row)) if len(row) == inputs.num_tokens else pending_at
-            # The token of a failed job is -1. Its row is unused, so any valid token will do.
-            sent[0][where] = known[row].clamp(min=0)
+            fill_pending(sent[0], pending_at, known, row)
         if self._vocabulary is not None and len(inputs.pending_at):
             self._vocabulary.ranks.broadcast(sent[0])  # Only rank 0 has the sampled tokens.
         adjusted = draws.adjustments
@@ -474,6 +473,8 @@ class StepComputer:
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
         report("compiling the sampling kernels")
         self._sampler.warm_up(logits[:1], token_ids)
+        first = torch.zeros(1, dtype=torch.int32, device=self._device)
+        fill_pending(token_ids, first, first, first)
         if self.graphs is not None and self._vocabulary is None:
             report("timing launches")
             self.graphs.limit(self._tokens_in_a_launch())

@@ -631,6 +631,19 @@ def best_variant(*, warps: int = 4) -> dict[str, Any]:
     )
 
 
+def pending_variant() -> dict[str, Any]:
+    from parrot.engine.kernels.sampling_kernels import fill_pending_kernel
+
+    pointers = dict.fromkeys(("token_ids", "places", "tokens", "rows"), "*i32")
+    return compile_kernel(
+        fill_pending_kernel,
+        {**pointers, "count": "i32"},
+        {"BLOCK": 256},
+        divisible=(),
+        num_warps=4,
+    )
+
+
 def noise_variant(*, limited: bool = True, warps: int = 8) -> dict[str, Any]:
     from parrot.engine.kernels.sampling_kernels import noisy_best_of_chunks_kernel
 
@@ -711,6 +724,7 @@ VARIANTS = {
     "linear": linear_variant,
     "row": row_variant,
     "chain": chain_variant,
+    "pending": pending_variant,
     "codes": codes_variant,
     "sum few": sum_few_variant,
     "sum": sum_variant,

@@ -152,6 +152,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "exchange": {"kernel": "exchange"},
     "broadcast": {"kernel": "exchange", "only_first": True},
     "best token": {"kernel": "best"},
+    "pending tokens": {"kernel": "pending"},
     "noise": {"kernel": "noise", "limited": False},
     "noise above floors": {"kernel": "noise"},
     "floors": {"kernel": "floors"},
