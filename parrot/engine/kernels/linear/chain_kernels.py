@@ -246,7 +246,7 @@ def chain_kernel(
 
     attended       [HEADS]
     residual       [HIDDEN], updated
-    *_weight       tiles of the weights (`chain._tiles`), in e4m3 or in words
+    *_weight       tiles of the weights (`chain.Tiles`), in e4m3 or in words
     *_scales       float32 [outputs] of e4m3, else None; *_factors of words, else None
     rows           [2, HIDDEN]: the residual after out and down, times gain or next_gain
     squares        float32 [2, NUM], sums of squares of parts of the residual

@@ -4,10 +4,10 @@ For `chain_kernels`. Weights are codes in e4m3 [outputs, inputs], or words of fo
 of 128 (see `words_kernels`). With e4m3, x is in e4m3.
 
 With words, x is in float16. A code is not converted: with a constant, its bits are those of the
-float16 number 256 + code or 16 + code. What products then have too much is 256 or 16 times the sum
-of x, which is subtracted from the sums of a group. So eight codes need two shifts and no addition.
-(128 + code, in bfloat16, needs three shifts; 1024 + code, in float16, needs one, but the tensor
-core's sums are less exact.)"""
+float16 number 256 + code or 16 + code. A product with x is then too large by 256 or 16 times the
+sum of x, which is subtracted from the sums of a group. So eight codes need two shifts and no
+addition. (128 + code, in bfloat16, needs three shifts. 1024 + code, in float16, needs one, but the
+tensor core's sums are less exact.)"""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # mypy: disable-error-code="index, operator, assignment"
 
@@ -159,7 +159,7 @@ def store_codes(memory, chunk: gl.constexpr, codes):
 def store_numbers(memory, chunk: gl.constexpr, x):
     """Store a chunk of x, float32, for words. Part p of a slice has inputs 32 p to 32 p + 31.
 
-    The sums of a slice are that of x, and what its products have too much with zeros of -128."""
+    A slice has two sums: that of x, and by how much products are too large if zeros are -128."""
     x_smem = memory[2]
     INPUTS: gl.constexpr = x.shape[0]
     SLICES: gl.constexpr = INPUTS // SLICE
@@ -170,9 +170,9 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     x_smem._reinterpret(gl.float16, SHAPE, _LINEAR_4).index(chunk).store(slices)
     stored = stored.to(gl.float32)
     place = gl.arange(0, INPUTS, layout=x.type.layout)
-    too_much = gl.where(place // WIDTH % 2 == 0, 256 - 128, 16 - 128)
+    surplus = gl.where(place // WIDTH % 2 == 0, 256 - 128, 16 - 128)
     total = gl.sum(gl.reshape(stored, [SLICES, SLICE]), 1)
-    excess = gl.sum(gl.reshape(stored * too_much, [SLICES, SLICE]), 1)
+    excess = gl.sum(gl.reshape(stored * surplus, [SLICES, SLICE]), 1)
     rows = memory[4]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], _LINEAR)
     rows.index(2 * chunk).store(total)
     rows.index(2 * chunk + 1).store(excess)
