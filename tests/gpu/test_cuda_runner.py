@@ -23,6 +23,7 @@ from parrot.engine.engine_types import create_service
 from parrot.engine.models.checkpoint import load_decoder, open_checkpoint
 from parrot.engine.runner import cpu
 from parrot.engine.runner.cuda import CudaOptions, CudaRunner
+from parrot.engine.runner.graphs import StepSize
 from parrot.engine.runner.kv_cache import KVLayout
 from parrot.engine.runner.load import load_runner
 from parrot.engine.runner.sampling import sample
@@ -301,6 +302,37 @@ def test_a_long_prompt_has_the_same_logits_at_once_and_in_chunks(
     assert seen[0][0] == ((0, length // 1024 * 1024),)
     assert not any(dense for dense, _ in seen[1:])
     assert relative_error(seen[0][1], seen[-1][1].double().cpu()) < 2e-2
+
+
+def test_a_graph_without_memory_is_not_needed(
+    monkeypatch: pytest.MonkeyPatch, make_runner: MakeRunner
+) -> None:
+    """Steps whose graph cannot be captured run without it, and other graphs are captured."""
+    runner = make_runner()
+    prompts = random_prompts(20, 30)
+    driver = Driver(runner)
+    expected = [driver.generate([driver.context(p)], 20) for p in prompts]
+    both = driver.generate([driver.context(p) for p in prompts], 20)
+    graphs = runner.computer.graphs
+    assert graphs is not None
+    one, two = (StepSize(rows) for rows in (1, 2))
+    compute = graphs._compute
+
+    def failing(*args: Any) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError
+        return compute(*args)
+
+    monkeypatch.setattr(graphs, "_compute", failing)
+    graphs._graphs[one].clear()
+    driver = Driver(runner)
+    assert [driver.generate([driver.context(p)], 20) for p in prompts] == expected
+    assert not graphs._graphs[one]
+    monkeypatch.undo()
+    graphs._graphs[two].clear()
+    driver = Driver(runner)
+    assert driver.generate([driver.context(p) for p in prompts], 20) == both
+    assert graphs._graphs[two]
 
 
 def test_a_model_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

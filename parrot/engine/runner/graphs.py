@@ -9,6 +9,7 @@ graph is captured. Until then the step uses a larger graph.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -173,9 +174,9 @@ class StepGraphs:
         graph = graphs.get(capacity)
         if graph is None:
             self._num_missed[size, capacity] += 1
-            if self._num_missed[size, capacity] >= _CAPTURE_AFTER:
-                graph = self._capture(size, capacity, work)
-            else:
+            if self._num_missed[size, capacity] == _CAPTURE_AFTER:
+                graph = self._captured_late(size, capacity, work)
+            if graph is None:
                 graph = next(
                     (graphs[r] for r in sorted(graphs, key=_launched) if r.holds(work)), None
                 )
@@ -196,6 +197,14 @@ class StepGraphs:
         if capacity is not None and capacity not in self._graphs[size]:
             self._capture(size, capacity, work)
 
+    def _captured_late(self, size: StepSize, capacity: Capacity, work: WorkList) -> Graph | None:
+        """A new graph; None without memory for it."""
+        try:
+            return self._capture(size, capacity, work)
+        except torch.OutOfMemoryError:
+            logger.warning("there is no memory for a graph for %s in %s", size, capacity)
+            return None
+
     def _capture(self, size: StepSize, capacity: Capacity, work: WorkList) -> Graph:
         plan = PlanBuffers(work, self._attention.device, capacity)
         stream = self._stream
@@ -208,9 +217,15 @@ class StepGraphs:
                 num_rows = max(size.logits or size.rows for size in self.sizes)
                 self._logits = decoded.logits.new_empty((num_rows, *decoded.logits.shape[1:]))
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            decoded = self._compute(size, plan, self._attention)
-            if size.rows > _OWN_LOGITS:
-                decoded = decoded._replace(logits=self._kept(decoded.logits))
+            try:
+                decoded = self._compute(size, plan, self._attention)
+                if size.rows > _OWN_LOGITS:
+                    decoded = decoded._replace(logits=self._kept(decoded.logits))
+            except BaseException:
+                # The stream must not stay in the capture: later captures use it.
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
             graph.capture_end()
         torch.cuda.current_stream().wait_stream(stream)
         logger.debug("captured a graph for %s in %s", size, capacity)
