@@ -7,9 +7,7 @@ from parrot.engine.models.spec import DecoderSpec
 
 # Kernels, the workspaces of libraries, and CUDA's own memory for graphs.
 _FIXED_BYTES = 1 << 30
-# Arrays are allocated for eager steps, for eager steps before captures, and for graphs. The
-# allocator does not give the memory of one of them to another.
-_POOLS = 3
+_GRAPH_TOKENS = 2048  # The most tokens in a graph.
 _SLOTS_PER_TOKEN = 5  # Partial results of attention in the largest plans, for each token.
 
 
@@ -25,9 +23,11 @@ def step_bytes(
     q = max(shape.num_heads * shape.head_dim for shape in shapes)
     qkv = max((shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim for shape in shapes)
     # Gate and up with their product, qkv with q, and states before and after norms.
-    numbers = tokens * (3 * width + qkv + q + 4 * hidden)
-    numbers += limits.max_batch_size * spec.vocab_size
-    if unpacks:
-        numbers += 2 * width * hidden
+    of_token = 3 * width + qkv + q + 4 * hidden
+    of_step = limits.max_batch_size * spec.vocab_size + (2 * width * hidden if unpacks else 0)
+    # Eager steps, eager steps before captures, and graphs have arrays of their own, since the
+    # allocator does not give the memory of one of them to another.
+    most = (tokens, min(tokens, _GRAPH_TOKENS), min(tokens, _GRAPH_TOKENS))
+    numbers = sum(count * of_token + of_step for count in most)
     partial = 4 * _SLOTS_PER_TOKEN * tokens * q
-    return _FIXED_BYTES + _POOLS * numbers * dtype.itemsize + partial
+    return _FIXED_BYTES + numbers * dtype.itemsize + partial

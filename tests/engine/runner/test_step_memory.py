@@ -19,8 +19,11 @@ def needed(*, unpacks: bool = False, **limits: int) -> int:
 def test_steps_need_memory_for_their_largest_arrays() -> None:
     default = needed()
     assert 1.5 * GIB < default < 3 * GIB
-    # For each token gate and up, in two bytes, at least in an eager step and in a graph.
-    assert needed(max_num_batched_tokens=8192) - default > 2 * 6144 * 2 * 14336 * 2
+    # For each token gate and up, in two bytes: in an eager step, and up to 2,048 in graphs.
+    of_token = 2 * 2 * 14336
+    assert needed(max_num_batched_tokens=8192) - default > 6144 * of_token
+    assert default - needed(max_num_batched_tokens=1024) > 2 * 1024 * of_token
+    assert needed(max_num_batched_tokens=65536) < 24 * GIB
     assert needed(max_batch_size=512) - default > 256 * 128256 * 2
     assert needed(unpacks=True) - default > 2 * 14336 * 4096 * 2
 
