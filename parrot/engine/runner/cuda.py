@@ -26,7 +26,6 @@ from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_
 from parrot.engine.runner.graphs import (
     LAUNCH_S,
     GraphCapacities,
-    StepGraphs,
     StepSize,
     bucket_list,
     limited,
@@ -171,10 +170,10 @@ class CudaRunner:
         )
         if options.use_graphs:
             # All ranks must have the same graphs, so their launches are not timed.
-            mixed = most if model.vocabulary is None else least
+            is_alone = model.vocabulary is None
+            mixed = most if is_alone else least
             sizes = [*(StepSize(rows) for rows in bucket_list(options.max_rows)), *mixed]
-            capacities, compute = GraphCapacities(shape, split), self.computer.compute_in_place
-            self.computer.graphs = StepGraphs(self._attention, capacities, sizes, compute)
+            self.computer.use_graphs(GraphCapacities(shape, split), sizes, is_alone=is_alone)
         self._landings = [Landing(options.max_rows, device) for _ in range(2)]
         self._launching: Future[torch.Tensor] = Future()
         self._launching.set_result(torch.empty(0))

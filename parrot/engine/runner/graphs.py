@@ -137,13 +137,16 @@ class StepGraphs:
         capacities: GraphCapacities,
         sizes: Sequence[StepSize],
         compute: Compute,
+        *,
+        is_alone: bool,
     ) -> None:
         """`sizes`: decodes by number of rows, then steps with prompts. `compute` must read a step's
-        arrays from the same addresses every time."""
+        arrays from the same addresses every time. `is_alone`: no other rank runs the same steps."""
         self._attention = attention.sibling(max(capacities.largest(size).slots for size in sizes))
         self._capacities = capacities
         self.sizes = sizes
         self._compute = compute
+        self._is_alone = is_alone
         self._graphs: dict[StepSize, dict[Capacity, Graph]] = {size: {} for size in sizes}
         self._num_missed: Counter[tuple[StepSize, Capacity]] = Counter()
         # All captures share a pool of memory and a stream: the allocator does not give memory that
@@ -202,6 +205,8 @@ class StepGraphs:
         try:
             return self._capture(size, capacity, work)
         except torch.OutOfMemoryError:
+            if not self._is_alone:
+                raise  # Other ranks have the graph, and all exchange arrays of its size.
             logger.warning("there is no memory for a graph for %s in %s", size, capacity)
             return None
 

@@ -28,7 +28,13 @@ from parrot.engine.kernels.sampling import (
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
 from parrot.engine.models.forward import Forward
 from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
-from parrot.engine.runner.graphs import LAUNCH_S, Decoded, StepGraphs, StepSize
+from parrot.engine.runner.graphs import (
+    LAUNCH_S,
+    Decoded,
+    GraphCapacities,
+    StepGraphs,
+    StepSize,
+)
 from parrot.engine.runner.inputs import (
     DRAWN,
     LIMITED,
@@ -293,6 +299,14 @@ class StepComputer:
         self._sampler = Sampler(device)
         self._launcher = ThreadPoolExecutor(
             1, thread_name_prefix="launcher", initializer=_use, initargs=(device,)
+        )
+
+    def use_graphs(
+        self, capacities: GraphCapacities, sizes: Sequence[StepSize], *, is_alone: bool
+    ) -> None:
+        """Have graphs of these sizes. See `StepGraphs`."""
+        self.graphs = StepGraphs(
+            self._attention, capacities, sizes, self.compute_in_place, is_alone=is_alone
         )
 
     def launch(self, step: PlannedStep, landing: Landing) -> "Future[torch.Tensor]":
