@@ -33,7 +33,9 @@ _MIXED = (
     *(8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
     2048,
 )
-_OWN_LOGITS = 8  # Graphs of more rows copy their logits to a common buffer, which takes 2 us.
+# Graphs of more rows copy their logits to a common buffer. With 128k tokens, a copy of 64 rows
+# takes 8 us, and logits of their own would take 1.6 GB in all graphs of 80 to 256 rows.
+_OWN_LOGITS = 64
 _MAX_CONVERTED = 512  # Most converted pages in a graph. Plans with more pages run eagerly.
 
 
