@@ -1,6 +1,6 @@
 """On a GPU with 24 GiB, the default KV pool leaves enough memory for steps.
 
-The limit is that of the allocator, less what CUDA itself takes."""
+The test limits PyTorch's allocator to 23 GiB, since CUDA itself takes about 1 GiB."""
 
 import json
 from pathlib import Path

@@ -413,12 +413,12 @@ def merge_partials(
     token = tl.program_id(0)
     start = tl.load(slot_indptr + token)
     end = tl.load(slot_indptr + token + 1)
-    if DEPENDENT and EARLY:
-        gdc_launch_dependents()
     if DEPENDENT:
+        if EARLY:
+            gdc_launch_dependents()
         gdc_wait()
-    if DEPENDENT and not EARLY:
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     if start >= end:
         return
     offs_d = tl.arange(0, D)

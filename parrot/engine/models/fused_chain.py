@@ -30,7 +30,7 @@ def chain_of(
         return None
     pairs = zip(layers, (*layers[1:], None), strict=True)
     found = [chain_layer(layer, follower, norm) for layer, follower in pairs]
-    if len(set[object]().union(*(layer.kinds for layer in found))) > 1:
+    if len({kind for layer in found for kind in layer.kinds}) > 1:
         return None
     chain = RowChain(found, heads)
     return chain if chain.fits else None
@@ -43,7 +43,7 @@ def _is_supported(layer: FusedLayer) -> bool:
 
 
 def _is_whole(weight: LayerWeight) -> bool:
-    """Whether the chain has products with a weight, of which no other GPU has a part."""
+    """Whether the chain can multiply a weight. No other GPU may have a part of it."""
     found = None if weight.ranks is not None else weight.for_chain()
     return found is not None and fits_tiles(found)
 

@@ -19,6 +19,7 @@ from parrot.engine.attention.tree_attention import Capacity, PlanBuffers, config
 from parrot.engine.attention.triton_attention import TritonAttention
 from parrot.engine.attention.work_list import SplitConfig, WorkList
 from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.runner.step_memory import GRAPH_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ LAUNCH_S = 200e-6, 800e-6
 # Tokens in the graphs of steps with prompts or drafts.
 _MIXED = (
     *(8, 16, 32, 64, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792),
-    2048,
+    GRAPH_TOKENS,
 )
 # Graphs of more rows copy their logits to a common buffer. With 128k tokens, a copy of 64 rows
 # takes 8 us, and logits of their own would take 1.6 GB in all graphs of 80 to 256 rows.

@@ -93,7 +93,7 @@ def blocks_in_free_memory(
 
 
 def device_pool_bytes(free: int, step_bytes: int) -> int:
-    """The default size of the pool on a GPU with `free` bytes, of which steps take `step_bytes`."""
+    """The default size of the pool on a GPU with `free` bytes. Steps take `step_bytes` of them."""
     return max(0, min(int(free * _DEVICE_SHARE_OF_FREE), free - step_bytes))
 
 

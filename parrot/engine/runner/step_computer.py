@@ -304,7 +304,7 @@ class StepComputer:
     def use_graphs(
         self, capacities: GraphCapacities, sizes: Sequence[StepSize], *, is_alone: bool
     ) -> None:
-        """Have graphs of these sizes. See `StepGraphs`."""
+        """Run steps of these sizes as graphs. See `StepGraphs`."""
         self.graphs = StepGraphs(
             self._attention, capacities, sizes, self.compute_in_place, is_alone=is_alone
         )

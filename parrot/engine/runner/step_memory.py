@@ -7,7 +7,7 @@ from parrot.engine.models.spec import DecoderSpec
 
 # Kernels, the workspaces of libraries, and CUDA's own memory for graphs.
 _FIXED_BYTES = 1 << 30
-_GRAPH_TOKENS = 2048  # The most tokens in a graph.
+GRAPH_TOKENS = 2048  # The most tokens in a graph.
 _SLOTS_PER_TOKEN = 5  # Partial results of attention in the largest plans, for each token.
 
 
@@ -27,7 +27,7 @@ def step_bytes(
     of_step = limits.max_batch_size * spec.vocab_size + (2 * width * hidden if unpacks else 0)
     # Eager steps, eager steps before captures, and graphs have arrays of their own, since the
     # allocator does not give the memory of one of them to another.
-    most = (tokens, min(tokens, _GRAPH_TOKENS), min(tokens, _GRAPH_TOKENS))
-    numbers = sum(count * of_token + of_step for count in most)
+    in_graph = min(tokens, GRAPH_TOKENS)
+    numbers = sum(count * of_token + of_step for count in (tokens, in_graph, in_graph))
     partial = 4 * _SLOTS_PER_TOKEN * tokens * q
     return _FIXED_BYTES + numbers * dtype.itemsize + partial

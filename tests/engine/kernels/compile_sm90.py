@@ -544,9 +544,9 @@ def chain_variant(
     from parrot.engine.kernels.linear.chain import MAX_REGISTERS
     from parrot.engine.kernels.linear.chain_kernels import chain_kernel
 
-    tile, layout, inputs = "fp8e4nv[16, 1, 2, 8, 128]", chain_tiles.COPIED_CODES, 2048
+    tile, layout = "fp8e4nv[16, 1, 2, 8, 128]", chain_tiles.COPIED_CODES
     if words:
-        tile, layout, inputs = "i16[32, 1, 2, 8, 32]", chain_tiles.COPIED_WORDS, 4096
+        tile, layout = "i16[32, 1, 2, 8, 32]", chain_tiles.COPIED_WORDS
     values = ("attended", "residual", "gain", "next_gain", "rows", "inner", "q")
     pointers = {f"{name}_ptr": "*bf16" for name in values}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), "*bf16")
@@ -567,12 +567,11 @@ def chain_variant(
     numbers = {"eps": "fp32", "next_eps": "fp32", "stride_page": "i32", "stride_table": "i32"}
     room = dict(zip(("T_HIDDEN", "T_INNER", "T_QKV"), tiles, strict=True))
     shape = {"HIDDEN": hidden, "HEADS": hidden, "INNER": inner, "H": 32, "HKV": 8, "D": 128}
-    chunks = -(-max(hidden, inner) // inputs)
     return compile_kernel(
         chain_kernel,
         {**pointers, **descriptors, **numbers},
         {**constants, **shape, **room, "PAGE": 64, "HAS_QKV": not last, "BIAS": bias}
-        | {"WORDS": words, "HALF_SCALES": True, "X_CHUNKS": chunks, "STAGES": 3, "NUM": 132},
+        | {"WORDS": words, "HALF_SCALES": True, "STAGES": 3, "NUM": 132},
         divisible=(*pointers, "stride_page"),
         num_warps=8,
         max_registers=MAX_REGISTERS,

@@ -1,4 +1,4 @@
-"""A GPU keeps memory for steps beside weights and KV. Sizes are estimates; see tests/gpu."""
+"""The KV pool leaves GPU memory for steps. Sizes are estimates; tests/gpu runs the steps."""
 
 import pytest
 import torch

@@ -23,6 +23,8 @@ from parrot.engine.kernels.linear.chain_tiles import (
     TILE,
     TILE_BYTES,
     WARPS,
+    num_chunks,
+    tile_inputs,
 )
 from parrot.engine.kernels.linear.products import UndividedRows
 from parrot.engine.kernels.linear.words_layout import Words
@@ -194,21 +196,14 @@ class _Launch:
     @property
     def shared_bytes(self) -> int:
         """The shared memory of a program: for tiles, x, and the parts of sums."""
-        tile_bytes, x_bytes = _TILE_BYTES, self._chunks * self._inputs
-        if self._layer.has_words:
+        has_words = self._layer.has_words
+        num_inputs: int = num_chunks(max(self._layer.sizes), has_words) * tile_inputs(has_words)
+        tile_bytes, x_bytes = _TILE_BYTES, num_inputs
+        if has_words:
             tile_bytes += _FACTOR_BYTES
-            x_bytes = 2 * x_bytes + 8 * x_bytes // _SLICE  # float16, and two sums of each slice.
+            x_bytes = 2 * num_inputs + 8 * num_inputs // _SLICE  # float16, two sums of each slice.
         part_bytes = 4 * _TILE * _WARPS * max(self._num_tiles.values())
         return _STAGES * tile_bytes + x_bytes + part_bytes
-
-    @property
-    def _inputs(self) -> int:
-        """Inputs of a tile, and of a chunk of x."""
-        return _TILE_BYTES // _TILE * (2 if self._layer.has_words else 1)
-
-    @cached_property
-    def _chunks(self) -> int:
-        return -(-max(self._layer.sizes) // self._inputs)
 
     @cached_property
     def _num_tiles(self) -> dict[str, int]:
@@ -281,7 +276,6 @@ class _Launch:
             **self._num_tiles,
             WORDS=layer.has_words,
             HALF_SCALES=layer.has_half_scales,
-            X_CHUNKS=self._chunks,
             STAGES=_STAGES,
             NUM=self._num_programs,
             num_warps=_WARPS,

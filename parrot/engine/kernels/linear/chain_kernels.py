@@ -16,8 +16,10 @@ from parrot.engine.kernels.linear.chain_tiles import (
     ask,
     barrier,
     multiply,
+    num_chunks,
     store_codes,
     store_numbers,
+    tile_inputs,
 )
 from parrot.engine.kernels.linear.parts import gated
 
@@ -63,18 +65,6 @@ _PARTS = gl.constexpr(gl.BlockedLayout([1, 8, 1], [2, 1, 16], [8, 1, 1], [2, 1, 
 _SPLIT = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
 _LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@gluon.constexpr_function
-def _inputs(words):
-    """Inputs of a tile, and of a chunk of x."""
-    return 4096 if words else 2048
-
-
-@gluon.constexpr_function
-def _chunks(size, words):
-    """Chunks of x with this number of inputs."""
-    return -(-size // _inputs(words))
 
 
 @gluon.jit
@@ -126,8 +116,8 @@ def _prepare(
     """Store x for the product, times a power of two. Returns a factor of the product.
 
     NORM  x is divided by its root mean square: before it is rounded to e4m3, or in the factor"""
-    C: gl.constexpr = _chunks(K, WORDS)
-    column = gl.arange(0, _inputs(WORDS), layout=_CHUNK)
+    C: gl.constexpr = num_chunks(K, WORDS)
+    column = gl.arange(0, tile_inputs(WORDS), layout=_CHUNK)
     loaded = ()
     for chunk in gl.static_range(C):
         loaded = loaded + (_load_chunk(x_ptr, column, chunk, K),)  # noqa: RUF005 (not in Gluon)
@@ -144,7 +134,7 @@ def _prepare(
             # Rounded as separate kernels would round.
             divided = divided + ((loaded[chunk].to(gl.float32) * factor).to(kind),)  # noqa: RUF005
         loaded = divided
-    largest = gl.zeros([_inputs(WORDS)], gl.int32, layout=_CHUNK)
+    largest = gl.zeros([tile_inputs(WORDS)], gl.int32, layout=_CHUNK)
     for chunk in gl.static_range(C):
         largest = gl.maximum(largest, _bits_of(loaded[chunk].to(gl.float32)))
     exponent = _exponent_of(gl.max(largest, 0))
@@ -236,7 +226,6 @@ def chain_kernel(
     T_QKV: gl.constexpr,
     WORDS: gl.constexpr,
     HALF_SCALES: gl.constexpr,
-    X_CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
     NUM: gl.constexpr,
 ):
@@ -256,14 +245,14 @@ def chain_kernel(
     HALF_SCALES    scales of words are float16; else bfloat16
     other arguments: see `row_qkv_kernel`"""
     program = gl.program_id(0)
-    C_HEADS: gl.constexpr = _chunks(HEADS, WORDS)
-    C_HIDDEN: gl.constexpr = _chunks(HIDDEN, WORDS)
-    C_INNER: gl.constexpr = _chunks(INNER, WORDS)
+    C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
+    C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
+    C_INNER: gl.constexpr = num_chunks(INNER, WORDS)
     QKV: gl.constexpr = (H + 2 * HKV) * D if HAS_QKV else 0
     T_MOST: gl.constexpr = max(T_HIDDEN, T_INNER, T_QKV)
     kind = rows_ptr.dtype.element_ty
 
-    memory = allocate(STAGES, X_CHUNKS, WORDS)
+    memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_INNER), WORDS)
     parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], _LINEAR_2)
 
     after_out = (HIDDEN // TILE - program + NUM - 1) // NUM * C_HEADS

@@ -70,6 +70,18 @@ COPIED_FACTORS = gl.constexpr(
 )
 
 
+@gluon.constexpr_function
+def tile_inputs(words):
+    """Inputs of a tile, and of a chunk of x. A byte has two codes of four bits."""
+    return TILE_BYTES.value // TILE.value * (2 if words else 1)
+
+
+@gluon.constexpr_function
+def num_chunks(size, words):
+    """Chunks of x with this number of inputs."""
+    return -(-size // tile_inputs(words))
+
+
 @gluon.jit
 def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
     """A ring of tiles, barriers of full places, and x in chunks of the inputs of a tile.
