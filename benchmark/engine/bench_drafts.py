@@ -43,8 +43,8 @@ from parrot.engine.models.checkpoint import open_checkpoint
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.tokenizers import word_tokenizer
 from parrot.engine.runner.cuda import CudaRunner
-from parrot.engine.runner.device import Landing
 from parrot.engine.runner.load import load_runner
+from parrot.engine.runner.staging import Landing
 from parrot.engine.runner.step_computer import PlannedStep
 from parrot.protocol.engine_api import GenerateResponse, StreamChunk
 from parrot.protocol.sampling import SamplingConfig

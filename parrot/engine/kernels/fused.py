@@ -13,6 +13,10 @@ from parrot.engine.kernels.launch import KVView, NewKV, early_launch, starts_ear
 from parrot.engine.kernels.row_codes import Factors
 
 _SILU_BLOCK = 1024  # Columns that a program of `silu_mul` computes.
+# Rows in e4m3 need the largest number of a row, so a program computes a whole row. With factors it
+# does so in blocks. A row at once would take more than 32 registers of 1024 threads, and only one
+# program would fit a multiprocessor.
+_CODES_BLOCK = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
 _ROPE_HEADS = 8  # Heads that a program of `rope_and_store` rotates.
 _FEW_TOKENS = 8  # Up to this number of tokens, the next kernel starts early (`EARLY`).
 
@@ -147,20 +151,26 @@ def silu_mul(
     assert out.is_contiguous()
     codes = out.dtype == torch.float8_e4m3fn
     assert codes == (powers is not None)
-    block = triton.next_power_of_2(size) if codes else _SILU_BLOCK
-    silu_mul_kernel[(len(out), triton.cdiv(size, block))](
+    silu_mul_kernel[(len(out), 1 if codes else triton.cdiv(size, _SILU_BLOCK))](
         gate_up,
         out,
         powers,
         *_arrays_of(factors),
         SIZE=size,
-        BLOCK=block,
         GELU=gelu,
         CODES=codes,
         FACTORS=factors is not None,
-        num_warps=32 if block > 8192 else 8 if block > 2048 else 4,
+        **silu_tile(size, codes=codes, has_factors=factors is not None),
     )
     return out
+
+
+def silu_tile(size: int, *, codes: bool, has_factors: bool) -> dict[str, int]:
+    """The columns that a program computes at once, and its warps."""
+    if codes and has_factors:
+        return _CODES_BLOCK
+    block = triton.next_power_of_2(size) if codes else _SILU_BLOCK
+    return {"BLOCK": block, "num_warps": 32 if block > 8192 else 8 if block > 2048 else 4}
 
 
 def _arrays_of(factors: Factors | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,5 +1,5 @@
 """The kernels between the matrix products of a layer. `fused` launches them."""
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, assignment"
 
 import triton
 import triton.language as tl
@@ -10,6 +10,7 @@ from parrot.engine.kernels.e4m3 import (
     coded,
     codes_of,
     exponent_of,
+    float8_of,
     inverse_of,
     power_of,
 )
@@ -202,6 +203,32 @@ def rope_and_store_kernel(
 
 
 @triton.jit
+def _gated_columns(
+    row_at,
+    column,
+    x_power,
+    x_scales_ptr,
+    SIZE: tl.constexpr,
+    GELU: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """Compute some columns of a row: silu(gate) * up. See `silu_mul_kernel`."""
+    inside = column < SIZE
+    kind = row_at.dtype.element_ty
+    gate = tl.load(row_at + column, mask=inside, other=0.0)
+    up = tl.load(row_at + SIZE + column, mask=inside, other=0.0)
+    if FACTORS:
+        gate = _scaled(gate, x_power, x_scales_ptr + column, inside)
+        up = _scaled(up, x_power, x_scales_ptr + SIZE + column, inside)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    power = gate
+    if GELU:  # 1 + tanh(x) is 2 * sigmoid(2 * x), and 1.596 is 2 * sqrt(2 / pi).
+        power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate * tl.sigmoid(power) * up).to(kind)
+
+
+@triton.jit
 def silu_mul_kernel(
     gate_up_ptr,
     out_ptr,
@@ -217,26 +244,33 @@ def silu_mul_kernel(
     """Program (row, block of columns): out = silu(gate) * up, for rows [gate | up].
 
     GELU     apply the tanh approximation of GELU instead
-    CODES    a block is a whole row; out is in e4m3, and powers [rows] are its factors
+    CODES    a program computes all blocks of a row; out is in e4m3, and powers [rows] are its
+             factors
     FACTORS  multiply gate and up by x_powers [rows] and x_scales [2 SIZE] first"""
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < SIZE
-    at = gate_up_ptr + row * 2 * SIZE + column
-    kind = gate_up_ptr.dtype.element_ty
-    gate = tl.load(at, mask=inside, other=0.0)
-    up = tl.load(at + SIZE, mask=inside, other=0.0)
+    row_at = gate_up_ptr + row * 2 * SIZE
+    out_at = out_ptr + row * SIZE
+    block = tl.arange(0, BLOCK)
+    x_power = 1.0
     if FACTORS:
-        row_power = tl.load(x_powers_ptr + row)
-        gate = _scaled(gate, row_power, x_scales_ptr + column, inside)
-        up = _scaled(up, row_power, x_scales_ptr + SIZE + column, inside)
-    gate = gate.to(tl.float32)
-    up = up.to(tl.float32)
-    power = gate
-    if GELU:  # 1 + tanh(x) is 2 * sigmoid(2 * x), and 1.596 is 2 * sqrt(2 / pi).
-        power = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    result = (gate * tl.sigmoid(power) * up).to(kind)
+        x_power = tl.load(x_powers_ptr + row)
     if CODES:
-        result, factor = coded(result)
-        tl.store(powers_ptr + row, factor)
-    tl.store(out_ptr + row * SIZE + column, result, mask=inside)
+        results = ()
+        largest = tl.zeros([BLOCK], dtype=tl.int32)
+        for first in tl.static_range(0, SIZE, BLOCK):
+            result = _gated_columns(
+                row_at, first + block, x_power, x_scales_ptr, SIZE, GELU, FACTORS
+            )
+            largest = tl.maximum(largest, bits_of(result.to(tl.float32)))
+            results = results + (result,)  # noqa: RUF005 (not in Triton)
+        exponent = exponent_of(tl.max(largest, 0))
+        tl.store(powers_ptr + row, power_of(exponent))
+        inverse = inverse_of(exponent)
+        for index in tl.static_range(len(results)):
+            column = index * BLOCK + block
+            codes = float8_of(results[index].to(tl.float32) * inverse)
+            tl.store(out_at + column, codes, mask=column < SIZE)
+    else:
+        column = tl.program_id(1) * BLOCK + block
+        result = _gated_columns(row_at, column, x_power, x_scales_ptr, SIZE, GELU, FACTORS)
+        tl.store(out_at + column, result, mask=column < SIZE)

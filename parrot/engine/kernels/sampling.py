@@ -9,7 +9,6 @@ from parrot.engine.kernels.sampling_kernels import (
     adjust_logits_kernel,
     best_of_chunks_kernel,
     best_of_rows_kernel,
-    fill_pending_kernel,
     find_floors_kernel,
     mask_logits_kernel,
     noisy_best_of_chunks_kernel,
@@ -21,7 +20,6 @@ _CHUNK_WARPS = 4  # Warps of a program that reads a chunk.
 _NOISE_WARPS = 8  # Warps of a program that also computes noise.
 _FLOOR_BLOCK = 8192  # Logits that the top-k/top-p search reads at once.
 _FLOOR_WARPS = 32  # Warps of a program of the top-k/top-p search.
-_PENDING = 256  # Pending tokens that a program fills in.
 _ENTRIES = 1024  # Penalty and bias entries that a program processes at once.
 
 
@@ -63,15 +61,6 @@ def best_tokens(logits: torch.Tensor, shard: TokenShard | None = None) -> torch.
         found = gathered.view(2, rows, gathered.shape[1])
     out = torch.empty(rows, dtype=torch.int32, device=logits.device)
     return _best_of_rows(found[0].view(torch.float32), found[1], out)
-
-
-def fill_pending(
-    token_ids: torch.Tensor, places: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
-) -> None:
-    """token_ids[places] = tokens[rows]; 0 for tokens of -1. All are int32 vectors."""
-    fill_pending_kernel[(triton.cdiv(len(places), _PENDING),)](
-        token_ids, places, tokens, rows, len(places), BLOCK=_PENDING, num_warps=4
-    )
 
 
 def adjust_logits(

@@ -40,21 +40,6 @@ _BIAS = tl.constexpr(layout.BIAS)
 _FIELDS = tl.constexpr(layout.NUM_FIELDS)
 
 
-# One variant for all numbers of tokens, wherever they are.
-@triton.jit(
-    do_not_specialize=["count"],
-    do_not_specialize_on_alignment=["token_ids", "places", "tokens", "rows"],
-)
-def fill_pending_kernel(token_ids, places, tokens, rows, count, BLOCK: tl.constexpr):
-    """Program (block of BLOCK places): token_ids[places] = the tokens of `rows`."""
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = index < count
-    place = tl.load(places + index, mask=inside, other=0)
-    token = tl.load(tokens + tl.load(rows + index, mask=inside, other=0), mask=inside, other=0)
-    # The token of a failed job is -1. Its row is unused, so any valid token will do.
-    tl.store(token_ids + place, tl.maximum(token, 0), mask=inside)
-
-
 @triton.jit
 def adjust_logits_kernel(
     logits, token_ids, rows, rows_f, entries, entries_f, stride, vocab_size, BLOCK: tl.constexpr

@@ -22,7 +22,7 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.forward import make_forward
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.tensors import num_layer_weights
-from parrot.engine.runner.device import Landing, Mark, StepReads, detect_device_loss
+from parrot.engine.runner.device import StepReads, detect_device_loss
 from parrot.engine.runner.graphs import (
     LAUNCH_S,
     GraphCapacities,
@@ -36,6 +36,7 @@ from parrot.engine.runner.inputs import NO_DRAWS, DrawBuilder, InputBuilder, Sco
 from parrot.engine.runner.kv_cache import KVCache, KVLayout, runner_info
 from parrot.engine.runner.ranks import RankCopies, RankStep, Unit, together
 from parrot.engine.runner.sampling import needs_logits, results
+from parrot.engine.runner.staging import Landing, Mark
 from parrot.engine.runner.step_computer import (
     PlannedStep,
     Report,

@@ -22,12 +22,12 @@ from parrot.engine.kernels.sampling import (
     adjust_logits,
     best_tokens,
     draw_tokens,
-    fill_pending,
     mask_logits,
 )
 from parrot.engine.kernels.sampling_layout import NUM_COLUMNS, NUM_FIELDS, NUM_SETTINGS
+from parrot.engine.kernels.small_copies import copy_numbers
 from parrot.engine.models.forward import Forward
-from parrot.engine.runner.device import Landing, Mark, Stage, StepReads
+from parrot.engine.runner.device import StepReads
 from parrot.engine.runner.graphs import (
     LAUNCH_S,
     Decoded,
@@ -48,6 +48,7 @@ from parrot.engine.runner.inputs import (
     draw_settings,
 )
 from parrot.engine.runner.log_probabilities import score_tokens
+from parrot.engine.runner.staging import Landing, Mark, Stage
 from parrot.protocol.sampling import MAX_LOGPROBS, ResolvedSampling
 
 if TYPE_CHECKING:
@@ -430,16 +431,19 @@ class StepComputer:
 
         The first of `parts` is the step's tokens."""
         inputs, draws = step.inputs, step.draws
-        known, rows = (None, _NONE) if step.sources is None else step.sources
-        changes = (inputs.changed_at, inputs.changed_to, inputs.pending_at, rows)
-        extra = (*changes, draws.settings.reshape(-1), draws.scored.rows)
-        *sent, at, to, pending_at, row, settings, scored = self._stage.send((*parts, *extra))
+        tokens, *others = parts
+        known = None
+        if step.sources is not None:
+            known, rows = step.sources
+            tokens = tokens.copy()
+            tokens[inputs.pending_at] = -1 - rows
+        extra = (draws.settings.reshape(-1), draws.scored.rows)
+        arrays = (tokens, *others, inputs.changed_at, inputs.changed_to, *extra)
+        *sent, at, to, settings, scored = self._stage.send(arrays, known)
         if len(at):
             self._change_tables(inputs.changed_at, at, to)
         if self._slots is not None:
             self._slots.update(step.slot_changes, has_new_blocks=len(at) > 0)
-        if known is not None:
-            fill_pending(sent[0], pending_at, known, row)
         if self._vocabulary is not None and len(inputs.pending_at):
             self._vocabulary.ranks.broadcast(sent[0])  # Only rank 0 has the sampled tokens.
         adjusted = draws.adjustments
@@ -487,8 +491,7 @@ class StepComputer:
             token_ids, logits = self._launcher.submit(self._run_padding, work).result()
         report("compiling the sampling kernels")
         self._sampler.warm_up(logits[:1], token_ids)
-        first = torch.zeros(1, dtype=torch.int32, device=self._device)
-        fill_pending(token_ids, first, first, first)
+        copy_numbers(token_ids, token_ids, 1, known=token_ids)
         if self.graphs is not None and self._vocabulary is None:
             report("timing launches")
             self.graphs.limit(self._tokens_in_a_launch())

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from parrot.engine.attention.work_list import StepRows
-from parrot.engine.runner.device import Stage
+from parrot.engine.runner.staging import Stage
 
 
 class SlotTable:

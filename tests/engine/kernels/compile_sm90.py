@@ -278,11 +278,11 @@ def block_copy_variant(*, gather: bool, words: int = 16384) -> dict[str, Any]:
 def silu_variant(
     *,
     size: int = 14336,
-    warps: int = 4,
     gelu: bool = False,
     codes: bool = False,
     factors: bool = False,
 ) -> dict[str, Any]:
+    from parrot.engine.kernels.fused import silu_tile
     from parrot.engine.kernels.fused_kernels import silu_mul_kernel
 
     pointers = {"gate_up_ptr": "*bf16", "out_ptr": "*bf16"}
@@ -292,13 +292,14 @@ def silu_variant(
     pointers, constants = with_factors(
         pointers, constants, "x_powers_ptr", "x_scales_ptr", factors=factors
     )
-    block = triton.next_power_of_2(size) if codes else 1024
+    tile = silu_tile(size, codes=codes, has_factors=factors)
     return compile_kernel(
         silu_mul_kernel,
         pointers,
-        {"SIZE": size, "BLOCK": block, **constants},
+        {"SIZE": size, "BLOCK": tile["BLOCK"], **constants},
         divisible=tuple(pointers),
-        num_warps=warps,
+        num_warps=tile["num_warps"],
+        max_registers=tile.get("maxnreg"),
     )
 
 
@@ -630,14 +631,14 @@ def best_variant(*, warps: int = 4) -> dict[str, Any]:
     )
 
 
-def pending_variant() -> dict[str, Any]:
-    from parrot.engine.kernels.sampling_kernels import fill_pending_kernel
+def copy_variant() -> dict[str, Any]:
+    from parrot.engine.kernels.small_copies import copy_numbers_kernel
 
-    pointers = dict.fromkeys(("token_ids", "places", "tokens", "rows"), "*i32")
+    pointers = dict.fromkeys(("source", "target", "known"), "*i32")
     return compile_kernel(
-        fill_pending_kernel,
-        {**pointers, "count": "i32"},
-        {"BLOCK": 256},
+        copy_numbers_kernel,
+        {**pointers, "count": "i32", "num_tokens": "i32"},
+        {"BLOCK": 1024, "HAS_KNOWN": True},
         divisible=(),
         num_warps=4,
     )
@@ -723,7 +724,7 @@ VARIANTS = {
     "linear": linear_variant,
     "row": row_variant,
     "chain": chain_variant,
-    "pending": pending_variant,
+    "copy": copy_variant,
     "codes": codes_variant,
     "sum few": sum_few_variant,
     "sum": sum_variant,

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape
+from parrot.engine.kernels.fused import silu_mul
 from parrot.engine.kernels.linear.products import (
     Rows,
     UndividedRows,
@@ -20,7 +21,7 @@ from parrot.engine.kernels.linear.products import (
     few_rows_qkv,
 )
 from parrot.engine.kernels.linear.tiles import FEW_E4M3_ROWS, FEW_ROWS, Product
-from parrot.engine.kernels.row_codes import CodedRows
+from parrot.engine.kernels.row_codes import CodedRows, Factors
 from parrot.engine.kernels.row_codes import row_codes as row_codes_on_device
 from parrot.engine.models.fp8 import Fp8Matrix, fp8_product, row_codes
 from parrot.engine.models.fp8_weights import Fp8Weight
@@ -124,6 +125,20 @@ def test_a_single_row_may_be_in_e4m3_already(silu: bool) -> None:
     for out, row in ((found, row_codes_on_device(x)), (expected, x)):
         few_rows_linear(row, weight.codes, out, scales=weight.scales, silu=silu)
     assert torch.equal(found, expected)
+
+
+def test_rows_are_rounded_in_blocks_if_they_have_factors() -> None:
+    """A program computes the blocks of a row one after the other. The last block is not full."""
+    generator = torch.Generator().manual_seed(3)
+    both = torch.randn(3, 2 * 5000, generator=generator)
+    both[1, 4321] = 1000.0
+    factors = Factors(torch.tensor([[2.0], [0.5], [1.0]]), torch.rand(10_000, generator=generator))
+    found, expected = CodedRows.empty(both, 5000), CodedRows.empty(both, 5000)
+    silu_mul(both, found.codes, powers=found.powers, factors=factors)
+    scaled = both * (factors.powers * factors.scales)
+    silu_mul(scaled, expected.codes, powers=expected.powers)
+    assert torch.equal(found.powers, expected.powers)
+    assert torch.equal(found.codes.float(), expected.codes.float())
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])

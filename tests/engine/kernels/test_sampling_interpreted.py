@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parrot.engine.kernels import sampling_kernels
-from parrot.engine.kernels.sampling import best_tokens, draw_tokens, fill_pending, mask_logits
+from parrot.engine.kernels.sampling import best_tokens, draw_tokens, mask_logits
 from parrot.engine.runner.sampling import sample
 from parrot.protocol.sampling import ResolvedSampling
 from tests.support.draws import (
@@ -35,19 +35,6 @@ pytestmark = pytest.mark.skipif(
 def normal(rows: int, vocab_size: int, scale: float = 2.0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rows + vocab_size)
     return torch.randn(rows, vocab_size, generator=generator) * scale
-
-
-@pytest.mark.parametrize("count", [1, 3, 256, 300])
-def test_pending_tokens_are_filled_in(count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
-    token_ids = torch.full((2 * count + 5,), 7, dtype=torch.int32)
-    places = torch.randperm(len(token_ids), generator=generator)[:count].int()
-    tokens = torch.randint(-1, 50, (count + 4,), generator=generator).int()
-    rows = torch.randint(len(tokens), (count,), generator=generator).int()
-    expected = token_ids.clone()
-    expected[places.long()] = tokens[rows.long()].clamp(min=0)
-    fill_pending(token_ids, places, tokens, rows)
-    assert torch.equal(token_ids, expected)
 
 
 @pytest.mark.parametrize("vocab_size", [5, 4096, 9001])

@@ -1,9 +1,13 @@
 """Arrays arrive at their reserved places, and the stage grows for larger arrays."""
 
 import numpy as np
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
 import torch
 
-from parrot.engine.runner.device import Stage
+from parrot.engine.runner.staging import Stage
 
 
 def test_arrays_keep_their_places_until_the_stage_grows() -> None:
