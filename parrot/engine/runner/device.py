@@ -1,4 +1,4 @@
-"""What a step reads of its final hidden states, and detection of a lost device."""
+"""Reads of the final hidden states of a step, and detection of a lost device."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
