@@ -1,6 +1,7 @@
 """The attention kernels on the device, against float64. Every case runs twice with equal bits."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from parrot.engine.attention.tree_attention import (
 )
 from parrot.engine.attention.work_list import SplitConfig, plan_work
 from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
-from parrot.engine.kernels.launch import NewKV
+from parrot.engine.kernels.launch import NewKV, is_hopper
 from tests.support.kernel_cases import (
     SHARE_ALL,
     Case,
@@ -75,10 +76,10 @@ class Run:
         self.attention.partial_lse.fill_(float("nan"))
         self.out = torch.full_like(case.q, float("nan"))
 
-    def launch(self) -> None:
+    def launch(self, *, next_early: bool = False) -> None:
         new = NewKV(self.case.k_new, self.case.v_new)
-        case = self.case
-        self.attention.run(case.q, case.kv, self.plan, self.out, new, rule=case.rule)
+        case, options = self.case, {"rule": self.case.rule, "next_early": next_early}
+        self.attention.run(case.q, case.kv, self.plan, self.out, new, **options)
 
     def check(self) -> torch.Tensor:
         torch.cuda.synchronize()
@@ -111,6 +112,40 @@ def test_against_float64(
         run.launch()
         outputs.append(run.check())
     assert torch.equal(outputs[0], outputs[1])
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and not is_hopper(torch.device("cuda")), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 128, 200, 1000, 9000])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "dim", "page"), [(4, 2, 128, 64), (1, 3, 64, 128), (16, 1, 128, 64)]
+)
+@pytest.mark.parametrize("next_early", [False, True])
+def test_one_token_whose_kv_is_copied_early(
+    length: int,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    next_early: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages are in random order, and have NaN after the end of the context."""
+    launched: list[int] = []
+    early_items = TreeAttention._early_items
+
+    def count(*args: Any) -> None:
+        launched.append(1)
+        early_items(*args)
+
+    monkeypatch.setattr(TreeAttention, "_early_items", count)
+    shape = AttentionShape(group * kv_heads, kv_heads, dim, page)
+    case = make_case([Request((), length - 1)], shape, dtype=torch.bfloat16, device="cuda")
+    run = Run(case, shape)
+    run.launch(next_early=next_early)
+    run.check()
+    assert launched == [1]
 
 
 @pytest.mark.parametrize("quantised", [False, True])

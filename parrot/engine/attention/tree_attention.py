@@ -32,6 +32,9 @@ from parrot.engine.kernels.tile_kernels import attend_tiles
 
 _MAX_BYTES = 512 << 20  # Largest size of the buffer of converted pages, in bytes.
 _SHARE_OF_POOL = 4  # The buffer has at most 1/4 of the pool's pages.
+# Shapes that `attend_early` supports: sizes of a head, a divisor of the page size, and the most
+# query heads of a KV head.
+_EARLY_DIMS, _EARLY_KEYS, _EARLY_GROUP = (64, 128), 64, 16
 _BLOCK_ROWS = 32  # Rows (one token of one head) that a program of the conversion processes.
 
 
@@ -379,6 +382,9 @@ class TreeAttention:
                 **self._constants(step.rule, rows, tile),
             )
             return
+        if self._copies_early(step):
+            self._early_items(step, items)
+            return
         attend_items[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             kv.k,
@@ -392,6 +398,56 @@ class TreeAttention:
             EARLY=step.next_early,
             **early_launch(step.early),
             **self._constants(step.rule, rows, tile),
+        )
+
+    def _copies_early(self, step: _Step) -> bool:
+        """Whether `attend_early` computes a step. With more tokens, it is not faster."""
+        shape, rule, q = self.shape, step.rule, step.q
+        return (
+            len(q) == 1
+            and step.early
+            and q.dtype == torch.bfloat16
+            and is_hopper(q.device)
+            and shape.head_dim in _EARLY_DIMS
+            and shape.page_size % _EARLY_KEYS == 0
+            and shape.group <= _EARLY_GROUP
+            and rule.window is None
+            and not rule.softcap
+            and not self.upcast
+        )
+
+    def _early_items(self, step: _Step, items: torch.Tensor) -> None:
+        # Gluon is imported only on GPUs that run the kernel.
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+        from parrot.engine.kernels.early_kernels import COPIED, KEYS, WARPS, attend_early
+
+        shape, kv = self.shape, step.kv
+        block = [int(KEYS.value), shape.head_dim]
+        k_rows, v_rows = (
+            GluonDescriptor.from_tensor(cache.view(-1, shape.head_dim), block, COPIED.value)
+            for cache in (kv.k, kv.v)
+        )
+        attend_early[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
+            step.q,
+            k_rows,
+            v_rows,
+            kv.tables,
+            kv.positions,
+            items,
+            step.plan.slot_of,
+            step.out,
+            self.partial_out,
+            self.partial_lse,
+            step.rule.scale * math.log2(math.e),
+            kv.tables.stride(0),
+            G=shape.group,
+            H=shape.num_heads,
+            D=shape.head_dim,
+            PAGE=shape.page_size,
+            EARLY=step.next_early,
+            num_warps=int(WARPS.value),
+            launch_pdl=True,
         )
 
     def _tiles(

@@ -631,6 +631,24 @@ def best_variant(*, warps: int = 4) -> dict[str, Any]:
     )
 
 
+def early_variant(*, dim: int = 128) -> dict[str, Any]:
+    from parrot.engine.kernels.early_kernels import COPIED, attend_early
+
+    pointers = {
+        **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("tables", "positions", "items", "slot_of"), "*i32"),
+        **dict.fromkeys(("partial_out", "partial_lse"), "*fp32"),
+    }
+    rows = f"tensordesc<bf16[64, {dim}],{COPIED.value!r}>"
+    return compile_kernel(
+        attend_early,
+        {**pointers, "keys": rows, "values": rows, "scale_log2": "fp32", "stride_table": "i32"},
+        {"G": 4, "H": 32, "D": dim, "PAGE": 64, "EARLY": True},
+        divisible=tuple(pointers),
+        num_warps=4,
+    )
+
+
 def copy_variant() -> dict[str, Any]:
     from parrot.engine.kernels.small_copies import copy_numbers_kernel
 
@@ -725,6 +743,7 @@ VARIANTS = {
     "row": row_variant,
     "chain": chain_variant,
     "copy": copy_variant,
+    "early": early_variant,
     "codes": codes_variant,
     "sum few": sum_few_variant,
     "sum": sum_variant,

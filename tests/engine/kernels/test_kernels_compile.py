@@ -97,6 +97,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qkv in e4m3": {"kernel": "qkv", **E4M3},
     "qkv of one row in e4m3": {"kernel": "qkv", "rows": 1, "outputs": 8, "warps": 8, **ROW},
     "narrow before a chain": {"kernel": "attention", "rows": 16, "early": True},
+    "one token that copies KV early": {"kernel": "early"},
+    "one token of short heads": {"kernel": "early", "dim": 64},
     "merge before a chain": {"kernel": "merge", "early": True},
     "chain": {"kernel": "chain"},
     "chain of words": {"kernel": "chain", "words": True},
@@ -196,9 +198,12 @@ def test_several_narrow_programs_fit_a_multiprocessor(name: str, reports: Report
 
 
 @pytest.mark.parametrize("name", ["chain", "chain of words"])
-def test_a_chain_and_attention_fit_a_multiprocessor(name: str, reports: Reports) -> None:
+@pytest.mark.parametrize("other", ["one token that copies KV early", "narrow before a chain"])
+def test_a_chain_and_attention_fit_a_multiprocessor(
+    name: str, other: str, reports: Reports
+) -> None:
     """A program of each may start before the other ends."""
-    chain, attention = reports[name], reports["narrow before a chain"]
+    chain, attention = reports[name], reports[other]
     assert 32 * (8 * chain["registers"] + 4 * attention["registers"]) <= 65536
     reserved = 1024  # Of each program.
     assert chain["shared"] + attention["shared"] + reserved <= MAX_SHARED_BYTES

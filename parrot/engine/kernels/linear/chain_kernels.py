@@ -9,12 +9,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from parrot.engine.kernels import e4m3
+from parrot.engine.kernels.gluon_common import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
 from parrot.engine.kernels.linear.chain_tiles import (
     TILE,
     WARPS,
     allocate,
     ask,
-    barrier,
     multiply,
     num_chunks,
     store_codes,
@@ -54,8 +54,6 @@ setp.lt.u32 less, value, $2;
 END:
 mov.u32 $0, 0;
 }""")
-_WAIT_FOR_PREVIOUS = gl.constexpr("griddepcontrol.wait; mov.u32 $0, 0;")
-_LET_NEXT_START = gl.constexpr("griddepcontrol.launch_dependents; mov.u32 $0, 0;")
 
 # Layouts of a chunk of x, of sums [tiles, outputs], of their parts [tiles, warps, outputs], and of
 # sums [tiles, outputs / 2, halves].
@@ -65,13 +63,6 @@ _PARTS = gl.constexpr(gl.BlockedLayout([1, 8, 1], [2, 1, 16], [8, 1, 1], [2, 1, 
 _SPLIT = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
 _LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
-
-
-@gluon.jit
-def _run(ASSEMBLY: gl.constexpr):
-    """An instruction without operands."""
-    arguments = [gl.to_tensor(0)]
-    gl.inline_asm_elementwise(ASSEMBLY, "=r,r", arguments, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -279,7 +270,7 @@ def chain_kernel(
     inside = output < HIDDEN
     scale = _load_scales(out_scales_ptr, output, inside)
     gain = gl.load(gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
-    _run(_WAIT_FOR_PREVIOUS)
+    run(WAIT_FOR_PREVIOUS)
     before = gl.load(residual_ptr + output, mask=inside, other=0.0, cache_modifier=".cg")
     before = before.to(gl.float32)
 
@@ -315,9 +306,9 @@ def chain_kernel(
     total = total.to(gl.float32)
     gl.store(rows_ptr + HIDDEN + output, (total * gain).to(kind), mask=inside)
     gl.store(squares_ptr + NUM + program, gl.sum(gl.sum(total * total, 1), 0))
-    if not HAS_QKV:
-        _run(_LET_NEXT_START)
-    else:
+    # Before the counter: attention copies KV while programs wait for it.
+    run(LET_NEXT_START)
+    if HAS_QKV:
         _publish(counters + 2)
         qkv_tile = program + gl.expand_dims(gl.arange(0, T_QKV, layout=OF_TILE), 1) * NUM
         head = qkv_tile // (D // TILE)
@@ -333,7 +324,6 @@ def chain_kernel(
         sin = gl.load(angle_at + D // 2, mask=placed & in_heads, other=0.0)
         page = gl.load(tables + table_row * stride_table + position // PAGE, mask=placed, other=0)
         _wait_for(counters + 2, NUM)
-        _run(_LET_NEXT_START)
         power = _prepare(
             memory, rows_ptr + HIDDEN, squares_ptr + NUM, next_eps, HIDDEN, NUM, True, WORDS
         )

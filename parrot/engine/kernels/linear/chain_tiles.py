@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from parrot.engine.kernels.gluon_common import barrier
 from parrot.engine.kernels.linear import words_kernels
 
 # A tile of weights is 16 outputs, and 2048 inputs in e4m3 or 4096 in words. Each of 8 warps
@@ -28,7 +29,6 @@ TILE_BYTES = gl.constexpr(32768)
 FACTOR_BYTES = gl.constexpr(2048)  # Of a tile of words.
 _COLUMNS = gl.constexpr(8)  # Of the tensor core's results. All columns are equal.
 
-barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # The second name is Triton 3.6's.
 _scale_of = gluon.jit(words_kernels.scale_of.fn)
 
 # 256 + code or 16 + code in float16, for the codes of a part of two words.

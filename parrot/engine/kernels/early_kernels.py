@@ -1,0 +1,199 @@
+"""Attention of one token whose KV is copied before the previous kernel has ended, in Gluon.
+
+The previous kernel computes q and the newest KV. The KV of earlier steps does not depend on it. So
+programs ask for their first tiles when they start, and wait for the previous kernel afterwards.
+
+It computes the same as `attend_items`, for bfloat16, whole contexts and plain scores."""
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+# mypy: disable-error-code="index, operator, assignment"
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from parrot.engine.kernels.attention_kernels import NO_MAXIMUM as _NO_MAXIMUM
+from parrot.engine.kernels.attention_kernels import NO_SCORE as _NO_SCORE
+from parrot.engine.kernels.gluon_common import (
+    LET_NEXT_START,
+    WAIT_FOR_PREVIOUS,
+    barrier,
+    run,
+)
+
+NO_MAXIMUM = gl.constexpr(_NO_MAXIMUM.value)
+NO_SCORE = gl.constexpr(_NO_SCORE.value)
+ROWS = gl.constexpr(16)  # Of a tile of the tensor core, for the query heads of a KV head.
+KEYS = gl.constexpr(64)  # Of a tile.
+STAGES = gl.constexpr(2)  # Tiles in shared memory. With 3, steps are as fast.
+WARPS = gl.constexpr(4)
+HALF = gl.constexpr(64)  # Dimensions that are multiplied at once.
+
+
+# Layouts of scores and results, of the operands of their products, and of a tile in memory.
+_SCORES = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8])
+)
+_LEFT = gl.constexpr(gl.DotOperandLayout(0, _SCORES.value, 2))
+_RIGHT = gl.constexpr(gl.DotOperandLayout(1, _SCORES.value, 2))
+COPIED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
+# The same for half a tile: rows of 128 bytes, whose parts of 16 bytes are exchanged.
+_EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+_LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS.value, 1], [1, 0]))  # Of half of q.
+
+
+@gluon.jit
+def _allocate(D: gl.constexpr):
+    """Rings of tiles of keys and values, and barriers of full places."""
+    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], COPIED)
+    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], COPIED)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+    fence_async_shared()
+    barrier()
+    return k_ring, v_ring, full
+
+
+@gluon.jit
+def _ask(
+    index, count, memory, keys, values, table, kv_first, HKV: gl.constexpr, PAGE: gl.constexpr
+):
+    """Start to copy the tile of an index, if there is one."""
+    k_ring, v_ring, full = memory
+    D: gl.constexpr = k_ring.shape[2]
+    if index < count:
+        first = kv_first + index * KEYS
+        page = gl.load(table + first // PAGE)
+        row = (page * HKV + gl.program_id(0)) * PAGE + first % PAGE
+        slot = index % STAGES
+        mbarrier.expect(full.index(slot), 4 * KEYS * D)
+        tma.async_copy_global_to_shared(keys, [row, 0], full.index(slot), k_ring.index(slot))
+        tma.async_copy_global_to_shared(values, [row, 0], full.index(slot), v_ring.index(slot))
+
+
+@gluon.jit
+def _load_q(q_ptr, live, D: gl.constexpr):
+    """The halves of q [ROWS, D]. q_ptr: the first query head of the program's KV head."""
+    row = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(1, _LOADED)), 1)
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, _LOADED)), 0)
+    mask = gl.expand_dims(gl.convert_layout(live, gl.SliceLayout(1, _LOADED)), 1)
+    halves = ()
+    for first in gl.static_range(0, D, HALF):
+        loaded = gl.load(q_ptr + row * D + first + column, mask=mask, other=0.0)
+        halves = halves + (gl.convert_layout(loaded, _LEFT),)  # noqa: RUF005 (not in Gluon)
+    return halves
+
+
+@gluon.jit
+def _attend(q, state, memory, slot, first, end, scale_log2):
+    """One step of the online softmax in base 2 over the tile in a place of the rings."""
+    acc, maximum, total = state
+    k_ring, v_ring, _ = memory
+    HALVES: gl.constexpr = k_ring.shape[2] // HALF
+    SHAPE: gl.constexpr = [STAGES * HALVES, KEYS, HALF]
+    k_tiles = k_ring._reinterpret(gl.bfloat16, SHAPE, _EXCHANGED)
+    v_tiles = v_ring._reinterpret(gl.bfloat16, SHAPE, _EXCHANGED)
+    scores = gl.zeros([ROWS, KEYS], gl.float32, layout=_SCORES)
+    for half in gl.static_range(HALVES):
+        k = k_tiles.index(slot * HALVES + half).permute((1, 0)).load(_RIGHT)
+        scores = mma_v2(q[half], k, scores)
+    key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, _SCORES)), 0)
+    scores = gl.where(key < end, scores, NO_SCORE)
+    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
+    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_maximum, 1))
+    decay = gl.exp2(maximum - new_maximum)
+    total = total * decay + gl.sum(weights, 1)
+    left = gl.convert_layout(weights.to(gl.bfloat16), _LEFT)
+    key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _RIGHT)), 1)
+    found = ()
+    for half in gl.static_range(HALVES):
+        v = v_tiles.index(slot * HALVES + half).load(_RIGHT)
+        if first + KEYS > end:  # Other contexts may have written NaN after the last key.
+            v = gl.where(key < end, v, 0.0)
+        found = found + (mma_v2(left, v, acc[half] * gl.expand_dims(decay, 1)),)  # noqa: RUF005
+    return found, new_maximum, total
+
+
+@gluon.jit
+def attend_early(
+    q_ptr,
+    keys,
+    values,
+    tables,
+    positions,
+    items,
+    slot_of,
+    out_ptr,
+    partial_out,
+    partial_lse,
+    scale_log2,
+    stride_table,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    D: gl.constexpr,
+    PAGE: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """Program (kv head, item): `attend_items` for a step with one token.
+
+    keys, values  the rows of a layer's pages [pages * kv_heads * PAGE, D]
+    EARLY         the next kernel may start at once; else after the loop"""
+    item = items + gl.program_id(1) * 8
+    q_count = gl.load(item + 1)
+    table_row = gl.load(item + 2)
+    kv_first = gl.load(item + 3)
+    kv_end = gl.load(item + 4)
+    slot_first = gl.load(item + 5)
+    if EARLY:
+        run(LET_NEXT_START)
+    if q_count == 0:  # Padding of a CUDA graph.
+        run(WAIT_FOR_PREVIOUS)
+        return
+    memory = _allocate(D)
+    table = tables + table_row * stride_table
+    position = gl.load(positions)
+    end = gl.minimum(kv_end, position + 1)
+    count = gl.maximum(end - kv_first + KEYS - 1, 0) // KEYS
+    # The tile with the newest KV waits for the previous kernel, which writes it.
+    num_old = gl.maximum(gl.minimum(position, end) - kv_first, 0) // KEYS
+    for index in gl.static_range(STAGES):
+        _ask(index, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
+
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
+    head = gl.program_id(0) * G + row
+    live = row < G
+    slot = gl.load(slot_of + gl.maximum(slot_first, 0), mask=slot_first >= 0, other=0)
+    run(WAIT_FOR_PREVIOUS)
+    for index in gl.static_range(STAGES):
+        if index >= num_old:
+            _ask(index, count, memory, keys, values, table, kv_first, H // G, PAGE)
+    q = _load_q(q_ptr + gl.program_id(0) * G * D, live, D)
+    acc = ()
+    for _ in gl.static_range(0, D, HALF):
+        acc = acc + (gl.zeros([ROWS, HALF], gl.float32, layout=_SCORES),)  # noqa: RUF005
+    maximum = gl.full([ROWS], NO_MAXIMUM, gl.float32, layout=gl.SliceLayout(1, _SCORES))
+    state = (acc, maximum, gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES)))
+    for index in range(count):
+        place = index % STAGES
+        mbarrier.wait(memory[2].index(place), index // STAGES & 1)
+        state = _attend(q, state, memory, place, kv_first + index * KEYS, end, scale_log2)
+        barrier()
+        _ask(index + STAGES, count, memory, keys, values, table, kv_first, H // G, PAGE)
+    if not EARLY:
+        run(LET_NEXT_START)
+
+    acc, maximum, total = state
+    column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, _SCORES)), 0)
+    mask = gl.expand_dims(live, 1)
+    at = gl.expand_dims(head * D, 1) + column
+    safe_total = gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
+    for half in gl.static_range(D // HALF):
+        result = acc[half] / safe_total
+        if slot_first < 0:
+            gl.store(out_ptr + at + half * HALF, result.to(gl.bfloat16), mask=mask)
+        else:
+            gl.store(partial_out + slot.to(gl.int64) * H * D + at + half * HALF, result, mask=mask)
+    if slot_first >= 0:
+        lse = gl.where(total > 0.0, maximum + gl.log2(gl.where(total > 0.0, total, 1.0)), NO_SCORE)
+        gl.store(partial_lse + slot * H + head, lse, mask=live)
