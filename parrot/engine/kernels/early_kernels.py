@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from parrot.engine.kernels.attention_kernels import NO_MAXIMUM as _NO_MAXIMUM
 from parrot.engine.kernels.attention_kernels import NO_SCORE as _NO_SCORE
-from parrot.engine.kernels.gluon_common import (
+from parrot.engine.kernels.gluon_parts import (
     LET_NEXT_START,
     WAIT_FOR_PREVIOUS,
     barrier,

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from parrot.engine.kernels import e4m3
-from parrot.engine.kernels.gluon_common import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
+from parrot.engine.kernels.gluon_parts import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
 from parrot.engine.kernels.linear.chain_tiles import (
     TILE,
     WARPS,

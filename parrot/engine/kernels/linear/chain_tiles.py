@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from parrot.engine.kernels.gluon_common import barrier
+from parrot.engine.kernels.gluon_parts import barrier
 from parrot.engine.kernels.linear import words_kernels
 
 # A tile of weights is 16 outputs, and 2048 inputs in e4m3 or 4096 in words. Each of 8 warps

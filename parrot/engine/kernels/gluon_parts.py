@@ -1,4 +1,4 @@
-"""What the kernels in Gluon have in common: instructions without operands, and a barrier."""
+"""Parts of the kernels in Gluon: instructions without operands, and a barrier."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
 from triton.experimental import gluon
