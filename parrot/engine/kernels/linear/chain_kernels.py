@@ -170,6 +170,63 @@ def _load_halves(parts, T: gl.constexpr):
 
 
 @gluon.jit
+def _add_product(parts, before, factor, gain, output, inside, rows_ptr, squares_ptr):
+    """Add a product to the residual. Returns the residual, rounded.
+
+    Stores it times the gain of the next norm, and the sum of its squares."""
+    kind = rows_ptr.dtype.element_ty
+    total = before + _load_sums(parts, before.shape[0]) * factor
+    total = gl.where(inside, total, 0.0).to(kind).to(gl.float32)
+    gl.store(rows_ptr + output, (total * gain).to(kind), mask=inside)
+    gl.store(squares_ptr + gl.program_id(0), gl.sum(gl.sum(total * total, 1), 0))
+    return total
+
+
+@gluon.jit
+def _place_of_token(positions, table_rows, tables, stride_table, PAGE: gl.constexpr):
+    """The position of the token, its page, and whether it has one."""
+    table_row = gl.load(table_rows)
+    placed = table_row >= 0
+    position = gl.load(positions)
+    page = gl.load(tables + table_row * stride_table + position // PAGE, mask=placed, other=0)
+    return position, page, placed
+
+
+@gluon.jit
+def _rotate_and_store(
+    first,
+    second,
+    cos,
+    sin,
+    head,
+    dim,
+    place,
+    placed,
+    q_ptr,
+    k_at,
+    v_at,
+    H: gl.constexpr,
+    HKV: gl.constexpr,
+    D: gl.constexpr,
+):
+    """Rotate the halves of heads of q and k, and store q, k and v.
+
+    k_at, v_at  the first number of the token's page. `place`: those of the halves in the page"""
+    turned = first.to(gl.float32) * cos - second.to(gl.float32) * sin
+    other = second.to(gl.float32) * cos + first.to(gl.float32) * sin
+    kind = first.dtype
+    is_q = placed & (head < H)
+    gl.store(q_ptr + head * D + dim, turned.to(kind), mask=is_q)
+    gl.store(q_ptr + head * D + D // 2 + dim, other.to(kind), mask=is_q)
+    is_k = placed & (head >= H) & (head < H + HKV)
+    gl.store(k_at + place, turned.to(kind), mask=is_k)
+    gl.store(k_at + place + D // 2, other.to(kind), mask=is_k)
+    is_v = placed & (head >= H + HKV) & (head < H + 2 * HKV)
+    gl.store(v_at + place, first, mask=is_v)
+    gl.store(v_at + place + D // 2, second, mask=is_v)
+
+
+@gluon.jit
 def chain_kernel(
     attended_ptr,
     residual_ptr,
@@ -276,10 +333,7 @@ def chain_kernel(
 
     power = _prepare(memory, attended_ptr, squares_ptr, eps, HEADS, NUM, False, WORDS)
     multiply(parts, memory, asked, 0, after_out, C_HEADS, SIZES, WORDS, HALF_SCALES)
-    result = _load_sums(parts, T_HIDDEN) * (scale * power)
-    before = gl.where(inside, before + result, 0.0).to(kind).to(gl.float32)
-    gl.store(rows_ptr + output, (before * gain).to(kind), mask=inside)
-    gl.store(squares_ptr + program, gl.sum(gl.sum(before * before, 1), 0))
+    before = _add_product(parts, before, scale * power, gain, output, inside, rows_ptr, squares_ptr)
     _publish(counters)
 
     inner_tile = gl.expand_dims(gl.arange(0, T_INNER, layout=OF_TILE), 1)
@@ -300,12 +354,11 @@ def chain_kernel(
     _wait_for(counters + 1, NUM)
     power = _prepare(memory, inner_ptr, squares_ptr, eps, INNER, NUM, False, WORDS)
     multiply(parts, memory, asked, after_gate_up, after_down, C_INNER, SIZES, WORDS, HALF_SCALES)
-    result = _load_sums(parts, T_HIDDEN) * (scale * power)
-    total = gl.where(inside, before + result, 0.0).to(kind)
-    gl.store(residual_ptr + output, total, mask=inside)
-    total = total.to(gl.float32)
-    gl.store(rows_ptr + HIDDEN + output, (total * gain).to(kind), mask=inside)
-    gl.store(squares_ptr + NUM + program, gl.sum(gl.sum(total * total, 1), 0))
+    next_rows, next_squares = rows_ptr + HIDDEN, squares_ptr + NUM
+    total = _add_product(
+        parts, before, scale * power, gain, output, inside, next_rows, next_squares
+    )
+    gl.store(residual_ptr + output, total.to(kind), mask=inside)
     # Before the counter: attention copies KV while programs wait for it.
     run(LET_NEXT_START)
     if HAS_QKV:
@@ -316,17 +369,12 @@ def chain_kernel(
         in_heads = head < H + 2 * HKV
         first_scale = _load_scales(qkv_scales_ptr, head * D + dim, in_heads)
         second_scale = _load_scales(qkv_scales_ptr, head * D + D // 2 + dim, in_heads)
-        table_row = gl.load(table_rows)
-        placed = table_row >= 0
-        position = gl.load(positions)
+        position, page, placed = _place_of_token(positions, table_rows, tables, stride_table, PAGE)
         angle_at = cos_sin + position * D + dim
         cos = gl.load(angle_at, mask=placed & in_heads, other=0.0)
         sin = gl.load(angle_at + D // 2, mask=placed & in_heads, other=0.0)
-        page = gl.load(tables + table_row * stride_table + position // PAGE, mask=placed, other=0)
         _wait_for(counters + 2, NUM)
-        power = _prepare(
-            memory, rows_ptr + HIDDEN, squares_ptr + NUM, next_eps, HIDDEN, NUM, True, WORDS
-        )
+        power = _prepare(memory, next_rows, next_squares, next_eps, HIDDEN, NUM, True, WORDS)
         multiply(parts, memory, asked, after_down, after_qkv, C_HIDDEN, SIZES, WORDS, HALF_SCALES)
         first, second = _load_halves(parts, T_QKV)
         first = first * (first_scale * power)
@@ -335,18 +383,22 @@ def chain_kernel(
             bias_at = qkv_bias_ptr + head * D + dim
             first += gl.load(bias_at, mask=in_heads, other=0.0).to(gl.float32)
             second += gl.load(bias_at + D // 2, mask=in_heads, other=0.0).to(gl.float32)
-        first = first.to(kind)
-        second = second.to(kind)
-        turned = first.to(gl.float32) * cos - second.to(gl.float32) * sin
-        other = second.to(gl.float32) * cos + first.to(gl.float32) * sin
-        is_q = placed & (head < H)
-        gl.store(q_ptr + head * D + dim, turned.to(kind), mask=is_q)
-        gl.store(q_ptr + head * D + D // 2 + dim, other.to(kind), mask=is_q)
         kv_head = (head - H) % HKV
-        place = page.to(gl.int64) * stride_page + position % PAGE * D + kv_head * (PAGE * D) + dim
-        is_k = placed & (head >= H) & (head < H + HKV)
-        gl.store(k_cache + place, turned.to(kind), mask=is_k)
-        gl.store(k_cache + place + D // 2, other.to(kind), mask=is_k)
-        is_v = placed & in_heads & (head >= H + HKV)
-        gl.store(v_cache + place, first, mask=is_v)
-        gl.store(v_cache + place + D // 2, second, mask=is_v)
+        place = position % PAGE * D + kv_head * (PAGE * D) + dim
+        page_at = page.to(gl.int64) * stride_page
+        _rotate_and_store(
+            first.to(kind),
+            second.to(kind),
+            cos,
+            sin,
+            head,
+            dim,
+            place,
+            placed,
+            q_ptr,
+            k_cache + page_at,
+            v_cache + page_at,
+            H,
+            HKV,
+            D,
+        )
