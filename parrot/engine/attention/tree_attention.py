@@ -32,9 +32,6 @@ from parrot.engine.kernels.tile_kernels import attend_tiles
 
 _MAX_BYTES = 512 << 20  # Largest size of the buffer of converted pages, in bytes.
 _SHARE_OF_POOL = 4  # The buffer has at most 1/4 of the pool's pages.
-# Shapes that `attend_early` supports: sizes of a head, a divisor of the page size, and the most
-# query heads of a KV head.
-_EARLY_DIMS, _EARLY_KEYS, _EARLY_GROUP = (64, 128), 64, 16
 _BLOCK_ROWS = 32  # Rows (one token of one head) that a program of the conversion processes.
 
 
@@ -402,22 +399,15 @@ class TreeAttention:
 
     def _copies_early(self, step: _Step) -> bool:
         """Whether `attend_early` computes a step. With more tokens, it is not faster."""
-        shape, rule, q = self.shape, step.rule, step.q
-        return (
-            len(q) == 1
-            and step.early
-            and q.dtype == torch.bfloat16
-            and is_hopper(q.device)
-            and shape.head_dim in _EARLY_DIMS
-            and shape.page_size % _EARLY_KEYS == 0
-            and shape.group <= _EARLY_GROUP
-            and rule.window is None
-            and not rule.softcap
-            and not self.upcast
-        )
+        q = step.q
+        if len(q) > 1 or not step.early or self.upcast or not is_hopper(q.device):
+            return False
+        # Gluon is imported only on GPUs that run the kernel.
+        from parrot.engine.kernels.early_kernels import supports
+
+        return q.dtype == torch.bfloat16 and supports(self.shape, step.rule)
 
     def _early_items(self, step: _Step, items: torch.Tensor) -> None:
-        # Gluon is imported only on GPUs that run the kernel.
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
         from parrot.engine.kernels.early_kernels import COPIED, KEYS, WARPS, attend_early

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from parrot.engine.kernels.attention_kernels import NO_MAXIMUM as _NO_MAXIMUM
 from parrot.engine.kernels.attention_kernels import NO_SCORE as _NO_SCORE
+from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.gluon_parts import (
     LET_NEXT_START,
     WAIT_FOR_PREVIOUS,
@@ -29,7 +30,6 @@ STAGES = gl.constexpr(2)  # Tiles in shared memory. With 3, steps are as fast.
 WARPS = gl.constexpr(4)
 HALF = gl.constexpr(64)  # Dimensions that are multiplied at once.
 
-
 # Layouts of scores and results, of the operands of their products, and of a tile in memory.
 _SCORES = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 4], instr_shape=[16, 8])
@@ -40,6 +40,17 @@ COPIED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwi
 # The same for half a tile: rows of 128 bytes, whose parts of 16 bytes are exchanged.
 _EXCHANGED = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
 _LOADED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS.value, 1], [1, 0]))  # Of half of q.
+
+
+def supports(shape: AttentionShape, rule: ScoreRule) -> bool:
+    """Whether the kernel computes heads of a shape with the scores of a rule."""
+    return (
+        shape.head_dim in (HALF.value, 2 * HALF.value)
+        and shape.group <= ROWS.value
+        and shape.page_size % KEYS.value == 0
+        and rule.window is None
+        and not rule.softcap
+    )
 
 
 @gluon.jit
