@@ -2,7 +2,10 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +32,8 @@ from parrot.engine.kernels.launch import (
 )
 from parrot.engine.kernels.quantised_kernels import attend_quantised_items, convert_pages_kernel
 from parrot.engine.kernels.tile_kernels import attend_tiles
+
+T = TypeVar("T")
 
 _MAX_BYTES = 512 << 20  # Largest size of the buffer of converted pages, in bytes.
 _SHARE_OF_POOL = 4  # The buffer has at most 1/4 of the pool's pages.
@@ -413,11 +418,8 @@ class TreeAttention:
         from parrot.engine.kernels.early_kernels import COPIED, KEYS, WARPS, attend_early
 
         shape, kv = self.shape, step.kv
-        block = [int(KEYS.value), shape.head_dim]
-        k_rows, v_rows = (
-            GluonDescriptor.from_tensor(cache.view(-1, shape.head_dim), block, COPIED.value)
-            for cache in (kv.k, kv.v)
-        )
+        describe = partial(GluonDescriptor.from_tensor, layout=COPIED.value)
+        k_rows, v_rows = self._kv_rows(kv, int(KEYS.value), describe)
         attend_early[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             k_rows,
@@ -431,11 +433,8 @@ class TreeAttention:
             self.partial_lse,
             step.rule.scale * math.log2(math.e),
             kv.tables.stride(0),
-            G=shape.group,
-            H=shape.num_heads,
-            D=shape.head_dim,
-            PAGE=shape.page_size,
             EARLY=step.next_early,
+            **self._sizes(),
             num_warps=int(WARPS.value),
             launch_pdl=True,
         )
@@ -444,11 +443,7 @@ class TreeAttention:
         self, step: _Step, items: torch.Tensor, rows: int, tile: TileConfig, *, own: bool
     ) -> None:
         shape, kv = self.shape, step.kv
-        block = [tile.block_keys, shape.head_dim]
-        k_rows, v_rows = (
-            TensorDescriptor.from_tensor(cache.view(-1, shape.head_dim), block)
-            for cache in (kv.k, kv.v)
-        )
+        k_rows, v_rows = self._kv_rows(kv, tile.block_keys, TensorDescriptor.from_tensor)
         attend_tiles[(shape.num_kv_heads, len(items) // ITEM_FIELDS)](
             step.q,
             k_rows,
@@ -462,6 +457,24 @@ class TreeAttention:
             **self._constants(step.rule, rows, tile),
         )
 
+    def _kv_rows(
+        self, kv: KVView, block_keys: int, describe: Callable[[torch.Tensor, list[int]], T]
+    ) -> tuple[T, T]:
+        """Descriptors of the rows of k and v [pages * kv_heads * page_size, head_dim]."""
+        dim = self.shape.head_dim
+        block = [block_keys, dim]
+        return describe(kv.k.view(-1, dim), block), describe(kv.v.view(-1, dim), block)
+
+    def _sizes(self) -> dict[str, int]:
+        """The constants of all item kernels."""
+        shape = self.shape
+        return {
+            "G": shape.group,
+            "H": shape.num_heads,
+            "D": shape.head_dim,
+            "PAGE": shape.page_size,
+        }
+
     def _constants(
         self, rule: ScoreRule, rows: int, tile: TileConfig
     ) -> dict[str, int | float | None]:
@@ -469,10 +482,7 @@ class TreeAttention:
         is_simple = not gathers and rule.window is None  # Windows take more registers as well.
         limited = tile.max_registers is not None and is_simple
         return {
-            "G": self.shape.group,
-            "H": self.shape.num_heads,
-            "D": self.shape.head_dim,
-            "PAGE": self.shape.page_size,
+            **self._sizes(),
             "BM": rows,
             "BN": tile.block_keys,
             "STAGES": tile.num_stages,

@@ -122,6 +122,17 @@ def hide(scores, first, row_start, row_end, offs_n, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def weigh(scores, maximum, total, scale_log2):
+    """The weights of a tile of scores, and the factor of the earlier weights.
+
+    Also returns the new maximum and the new sum of weights."""
+    new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
+    weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
+    decay = tl.exp2(maximum - new_maximum)
+    return weights, decay, new_maximum, total * decay + tl.sum(weights, 1)
+
+
+@triton.jit
 def attend(
     q,
     k,
@@ -145,15 +156,18 @@ def attend(
     if MASKED:
         scores = hide(scores, first, row_start, row_end, offs_n, WINDOW)
     if SOFTCAP > 0:
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maximum[:, None])
+        weights, decay, maximum, total = weigh(scores, maximum, total, 1.0)
     else:
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1) * scale_log2)
-        weights = tl.exp2(scores * scale_log2 - new_maximum[:, None])
-    decay = tl.exp2(maximum - new_maximum)
-    total = total * decay + tl.sum(weights, 1)
+        weights, decay, maximum, total = weigh(scores, maximum, total, scale_log2)
     acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return acc, new_maximum, total
+    return acc, maximum, total
+
+
+@triton.jit
+def sum_and_lse(maximum, total):
+    """The divisors of partial results, and their log2 of sums. Rows may have no visible keys."""
+    safe_total = tl.where(total > 0.0, total, 1.0)
+    return safe_total, tl.where(total > 0.0, maximum + tl.log2(safe_total), NO_SCORE)
 
 
 @triton.jit
@@ -170,8 +184,7 @@ def store_partials(
     H: tl.constexpr,
     D: tl.constexpr,
 ):
-    safe_total = tl.where(total > 0.0, total, 1.0)
-    lse = tl.where(total > 0.0, maximum + tl.log2(safe_total), NO_SCORE)
+    safe_total, lse = sum_and_lse(maximum, total)
     row = slot.to(tl.int64) * H + head
     partial_at = partial_out + row[:, None] * D + offs_d[None, :]
     tl.store(partial_at, acc / safe_total[:, None], mask=live[:, None])

@@ -6,7 +6,7 @@ A row is divided by the smallest power of two that brings its largest number to 
 import triton
 import triton.language as tl
 
-_INFINITY = tl.constexpr(0x7F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)  # Of float32.
 _LEAST_EXPONENT = tl.constexpr(87)
 _NOT_FINITE = tl.constexpr(255)
 
@@ -23,7 +23,7 @@ def exponent_of(largest):
 
     It is the smallest exponent that brings the number to 448 or below."""
     exponent = tl.maximum(((largest + 0x1FFFFF) >> 23) - 8, _LEAST_EXPONENT)
-    return tl.where(largest >= _INFINITY, _NOT_FINITE, exponent)
+    return tl.where(largest >= INFINITY_BITS, _NOT_FINITE, exponent)
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def codes_of(x):
     # Near 2^14, float32's last bit has the value of e4m3's subnormal step. So the addition rounds.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(bits < 0x3C800000, small, normal)
-    code = tl.where(bits > _INFINITY, 0x7F, code)
+    code = tl.where(bits > INFINITY_BITS, 0x7F, code)
     return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
 
 

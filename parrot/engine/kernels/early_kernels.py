@@ -12,8 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from parrot.engine.kernels.attention_kernels import NO_MAXIMUM as _NO_MAXIMUM
-from parrot.engine.kernels.attention_kernels import NO_SCORE as _NO_SCORE
+from parrot.engine.kernels.attention_kernels import NO_MAXIMUM, NO_SCORE, sum_and_lse, weigh
 from parrot.engine.kernels.attention_shape import AttentionShape, ScoreRule
 from parrot.engine.kernels.gluon_parts import (
     LET_NEXT_START,
@@ -22,8 +21,9 @@ from parrot.engine.kernels.gluon_parts import (
     run,
 )
 
-NO_MAXIMUM = gl.constexpr(_NO_MAXIMUM.value)
-NO_SCORE = gl.constexpr(_NO_SCORE.value)
+_weigh = gluon.jit(weigh.fn)
+_sum_and_lse = gluon.jit(sum_and_lse.fn)
+
 ROWS = gl.constexpr(16)  # Of a tile of the tensor core, for the query heads of a KV head.
 KEYS = gl.constexpr(64)  # Of a tile.
 STAGES = gl.constexpr(2)  # Tiles in shared memory. With 3, steps are as fast.
@@ -111,10 +111,7 @@ def _attend(q, state, memory, slot, first, end, scale_log2):
         scores = mma_v2(q[half], k, scores)
     key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, _SCORES)), 0)
     scores = gl.where(key < end, scores, NO_SCORE)
-    new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale_log2)
-    weights = gl.exp2(scores * scale_log2 - gl.expand_dims(new_maximum, 1))
-    decay = gl.exp2(maximum - new_maximum)
-    total = total * decay + gl.sum(weights, 1)
+    weights, decay, maximum, total = _weigh(scores, maximum, total, scale_log2)
     left = gl.convert_layout(weights.to(gl.bfloat16), _LEFT)
     key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _RIGHT)), 1)
     found = ()
@@ -123,7 +120,7 @@ def _attend(q, state, memory, slot, first, end, scale_log2):
         if first + KEYS > end:  # Other contexts may have written NaN after the last key.
             v = gl.where(key < end, v, 0.0)
         found = found + (mma_v2(left, v, acc[half] * gl.expand_dims(decay, 1)),)  # noqa: RUF005
-    return found, new_maximum, total
+    return found, maximum, total
 
 
 @gluon.jit
@@ -198,13 +195,12 @@ def attend_early(
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, _SCORES)), 0)
     mask = gl.expand_dims(live, 1)
     at = gl.expand_dims(head * D, 1) + column
-    safe_total = gl.expand_dims(gl.where(total > 0.0, total, 1.0), 1)
+    safe_total, lse = _sum_and_lse(maximum, total)
     for half in gl.static_range(D // HALF):
-        result = acc[half] / safe_total
+        result = acc[half] / gl.expand_dims(safe_total, 1)
         if slot_first < 0:
             gl.store(out_ptr + at + half * HALF, result.to(gl.bfloat16), mask=mask)
         else:
             gl.store(partial_out + slot.to(gl.int64) * H * D + at + half * HALF, result, mask=mask)
     if slot_first >= 0:
-        lse = gl.where(total > 0.0, maximum + gl.log2(gl.where(total > 0.0, total, 1.0)), NO_SCORE)
         gl.store(partial_lse + slot * H + head, lse, mask=live)

@@ -8,14 +8,13 @@ import triton
 import triton.language as tl
 
 from parrot.engine.kernels import sampling_layout as layout
-from parrot.engine.kernels.e4m3 import bits_of
+from parrot.engine.kernels.e4m3 import INFINITY_BITS, bits_of
 from parrot.engine.kernels.noise import LARGEST_BELOW_ONE, MIX_1, MIX_2
 
 _MIX_1 = tl.constexpr(MIX_1)
 _MIX_2 = tl.constexpr(MIX_2)
 _LARGEST_BELOW_ONE = tl.constexpr(LARGEST_BELOW_ONE)
 _INFINITY = tl.constexpr(float("inf"))
-_INFINITY_BITS = tl.constexpr(0x7F800000)
 _LOWEST = tl.constexpr(-3.0e38)
 # The logit of a hidden token. It is lower than all logits and remains finite at all temperatures.
 _HIDDEN = tl.constexpr(-1.0e30)
@@ -106,7 +105,7 @@ def best_of_chunks_kernel(
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     logit = tl.load(logits + row * stride + token, mask=inside, other=0.0).to(tl.float32)
-    is_finite = tl.max(bits_of(logit), 0) < _INFINITY_BITS
+    is_finite = tl.max(bits_of(logit), 0) < INFINITY_BITS
     logit = tl.where(inside, logit, -_INFINITY)
     best = tl.max(logit, 0)
     # Two reductions of numbers are faster than one of pairs (`tl.argmax`).

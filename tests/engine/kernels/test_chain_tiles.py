@@ -42,7 +42,7 @@ def rows_of(weight: ChainWeight) -> tuple[torch.Tensor, int]:
 
 
 def copied(tiles: Any, chunk: int, group: int, output: int) -> torch.Tensor:
-    """What a copy reads [outputs, slices, ...], with zeros for slices that do not exist."""
+    """The numbers that a copy reads [outputs, slices, ...]. Slices that do not exist are zeros."""
     shape, strides, (slices, groups, sets, outputs, *rest) = (
         tiles.shape,
         tiles.strides,

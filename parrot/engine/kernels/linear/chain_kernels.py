@@ -211,7 +211,8 @@ def _rotate_and_store(
 ):
     """Rotate the halves of heads of q and k, and store q, k and v.
 
-    k_at, v_at  the first number of the token's page. `place`: those of the halves in the page"""
+    k_at, v_at  the token's page of k and of v
+    place       where the numbers of `first` are in it; those of `second` are D / 2 later"""
     turned = first.to(gl.float32) * cos - second.to(gl.float32) * sin
     other = second.to(gl.float32) * cos + first.to(gl.float32) * sin
     kind = first.dtype

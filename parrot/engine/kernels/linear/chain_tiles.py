@@ -171,7 +171,7 @@ def store_codes(memory, chunk: gl.constexpr, codes):
 def store_numbers(memory, chunk: gl.constexpr, x):
     """Store a chunk of x, float32, for words. Part p of a slice has inputs 32 p to 32 p + 31.
 
-    A slice has two sums: that of x, and by how much products are too large if zeros are -128."""
+    A slice has two sums: of x, and of the surplus that products have if zeros are -128."""
     x_smem = memory[2]
     INPUTS: gl.constexpr = x.shape[0]
     SLICES: gl.constexpr = INPUTS // SLICE
