@@ -545,9 +545,9 @@ def chain_variant(
     from parrot.engine.kernels.linear.chain import MAX_REGISTERS
     from parrot.engine.kernels.linear.chain_kernels import chain_kernel
 
-    tile, layout = "fp8e4nv[16, 1, 2, 8, 128]", chain_tiles.COPIED_CODES
+    tile, layout = "fp8e4nv[8, 1, 2, 8, 128]", chain_tiles.COPIED_CODES
     if words:
-        tile, layout = "i16[32, 1, 2, 8, 32]", chain_tiles.COPIED_WORDS
+        tile, layout = "i16[16, 1, 2, 8, 32]", chain_tiles.COPIED_WORDS
     values = ("attended", "residual", "gain", "next_gain", "rows", "inner", "q")
     pointers = {f"{name}_ptr": "*bf16" for name in values}
     pointers |= dict.fromkeys(("k_cache", "v_cache"), "*bf16")
@@ -572,7 +572,13 @@ def chain_variant(
         chain_kernel,
         {**pointers, **descriptors, **numbers},
         {**constants, **shape, **room, "PAGE": 64, "HAS_QKV": not last, "BIAS": bias}
-        | {"WORDS": words, "HALF_SCALES": True, "STAGES": 3, "NUM": 132},
+        | {
+            "WORDS": words,
+            "HALF_SCALES": True,
+            "STAGES": 3 if words else 4,
+            "AHEAD": 3,
+            "NUM": 132,
+        },
         divisible=(*pointers, "stride_page"),
         num_warps=8,
         max_registers=MAX_REGISTERS,

@@ -35,10 +35,10 @@ def words(outputs: int, inputs: int) -> Words:
 
 
 def rows_of(weight: ChainWeight) -> tuple[torch.Tensor, int]:
-    """Numbers [outputs, slices, slice] as they are in memory, and the slices of a tile."""
+    """Numbers [outputs, slices, slice] as they are in memory, and the slices of half a tile."""
     if isinstance(weight, Words):
-        return weight.words.transpose(0, 1), 32
-    return weight.codes.view(len(weight.codes), -1, 128), 16
+        return weight.words.transpose(0, 1), 16
+    return weight.codes.view(len(weight.codes), -1, 128), 8
 
 
 def copied(tiles: Any, chunk: int, group: int, output: int) -> torch.Tensor:
@@ -107,7 +107,7 @@ def test_gate_and_up_with_their_factors() -> None:
     for output in range(0, 128, 8):
         index = torch.cat((torch.arange(8), torch.arange(128, 136))) + output
         assert torch.equal(copied(tiles.codes, 0, 0, output), padded(rows[index], slices, 0))
-        expected = padded(factor_rows[index], slices, 0)
+        expected = padded(factor_rows[index], 2 * slices, 0)
         assert torch.equal(copied(tiles.factors, 0, 0, output), expected)
 
 

@@ -35,9 +35,13 @@ _TILE_BYTES, _FACTOR_BYTES = int(TILE_BYTES.value), int(FACTOR_BYTES.value)
 # Shared memory of a program. A multiprocessor has 227 KiB, and a program of attention takes 70. So
 # each of both can start before the other ends.
 _SHARED_BYTES = 153 << 10
-# Registers of a thread. Without a number, ptxas takes 128 and spills with words.
-MAX_REGISTERS = 152
-_STAGES = 3  # Tiles that a program asks for ahead. With 4 or 5, steps are 1 and 3% slower.
+# Registers of a thread when a program starts. The warps that multiply then take most registers of
+# the four warps to which the copying one belongs.
+MAX_REGISTERS = 104
+_STAGES = (4, 3)  # Tiles in the ring of a program: the first number that fits.
+# Halves of tiles that a program copies at the same time. With 2, the memory is not always busy.
+# With more, x and counters arrive later, because they wait for these copies.
+_AHEAD = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ class RowChain:
     @property
     def fits(self) -> bool:
         """Whether a program's arrays fit the shared memory."""
-        return self._layers[0].shared_bytes <= _SHARED_BYTES
+        return self._layers[0].stages is not None
 
     def start(self, residual: torch.Tensor) -> "ChainStep":
         """A step with the residual [1, hidden], which it updates."""
@@ -193,8 +197,12 @@ class _Launch:
     def next_eps(self) -> float:
         return self._layer.next_norm.eps
 
-    @property
-    def shared_bytes(self) -> int:
+    @cached_property
+    def stages(self) -> int | None:
+        """The number of tiles in a ring, or None if not enough of them fit."""
+        return next((n for n in _STAGES if self._shared_bytes(n) <= _SHARED_BYTES), None)
+
+    def _shared_bytes(self, stages: int) -> int:
         """The shared memory of a program: for tiles, x, and the parts of sums."""
         has_words = self._layer.has_words
         num_inputs: int = num_chunks(max(self._layer.sizes), has_words) * tile_inputs(has_words)
@@ -203,7 +211,7 @@ class _Launch:
             tile_bytes += _FACTOR_BYTES
             x_bytes = 2 * num_inputs + 8 * num_inputs // _SLICE  # float16, two sums of each slice.
         part_bytes = 4 * _TILE * _WARPS * max(self._num_tiles.values())
-        return _STAGES * tile_bytes + x_bytes + part_bytes
+        return stages * tile_bytes + x_bytes + part_bytes
 
     @cached_property
     def _num_tiles(self) -> dict[str, int]:
@@ -276,7 +284,8 @@ class _Launch:
             **self._num_tiles,
             WORDS=layer.has_words,
             HALF_SCALES=layer.has_half_scales,
-            STAGES=_STAGES,
+            STAGES=self.stages,
+            AHEAD=_AHEAD,
             NUM=self._num_programs,
             num_warps=_WARPS,
             maxnreg=MAX_REGISTERS,
@@ -338,7 +347,7 @@ def _tiles_of_codes(codes: torch.Tensor, groups: int, half: int) -> TensorDescri
     inputs = codes.shape[1]
     shape = [inputs // _SLICE, groups, 2, half, _SLICE]
     strides = [_SLICE, 2 * half * inputs, half * inputs, inputs, 1]
-    block = [_TILE_BYTES // (_TILE * _SLICE), 1, 2, _TILE // 2, _SLICE]
+    block = [_TILE_BYTES // (2 * _TILE * _SLICE), 1, 2, _TILE // 2, _SLICE]
     return TensorDescriptor(codes, shape, strides, block, COPIED_CODES.value)
 
 
@@ -347,7 +356,7 @@ def _tiles_of_words(words: torch.Tensor, groups: int, half: int) -> TensorDescri
     blocks, outputs, width = words.shape
     shape = [blocks, groups, 2, half, width]
     strides = [outputs * width, 2 * half * width, half * width, width, 1]
-    block = [_TILE_BYTES // (2 * _TILE * width), 1, 2, _TILE // 2, width]
+    block = [_TILE_BYTES // (4 * _TILE * width), 1, 2, _TILE // 2, width]
     return TensorDescriptor(words, shape, strides, block, COPIED_WORDS.value)
 
 

@@ -14,7 +14,7 @@ from parrot.engine.kernels.linear.chain_tiles import (
     TILE,
     WARPS,
     allocate,
-    ask,
+    copy_tiles,
     multiply,
     num_chunks,
     store_codes,
@@ -29,6 +29,8 @@ _power_of = gluon.jit(e4m3.power_of.fn)
 _inverse_of = gluon.jit(e4m3.inverse_of.fn)
 _float8_of = gluon.jit(e4m3.float8_of.fn)
 _gated = gluon.jit(gated.fn)
+
+COPY_REGISTERS = gl.constexpr(24)  # Of a thread of the warp that copies tiles.
 
 # One thread of a program adds 1 to a counter, or waits until it has a value.
 _ADD = gl.constexpr("""{
@@ -228,6 +230,134 @@ def _rotate_and_store(
 
 
 @gluon.jit
+def _multiply_all(
+    shared,
+    ends,
+    rows,
+    scales,
+    norms,
+    token,
+    stored,
+    SHAPE: gl.constexpr,
+    ROOMS: gl.constexpr,
+    HAS_QKV: gl.constexpr,
+    BIAS: gl.constexpr,
+    WORDS: gl.constexpr,
+    HALF_SCALES: gl.constexpr,
+    NUM: gl.constexpr,
+):
+    """The products of the warps of `chain_kernel` that do not copy tiles."""
+    memory, parts = shared
+    after_out, after_gate_up, after_down, after_qkv = ends
+    attended_ptr, residual_ptr, rows_ptr, squares_ptr, inner_ptr, counters = rows
+    out_scales_ptr, gate_up_scales_ptr, down_scales_ptr, qkv_scales_ptr = scales
+    gain_ptr, eps, next_gain_ptr, next_eps = norms
+    positions, table_rows, tables, stride_table, cos_sin, qkv_bias_ptr = token
+    q_ptr, k_cache, v_cache, stride_page = stored
+    HIDDEN: gl.constexpr = SHAPE[0]
+    HEADS: gl.constexpr = SHAPE[1]
+    INNER: gl.constexpr = SHAPE[2]
+    H: gl.constexpr = SHAPE[3]
+    HKV: gl.constexpr = SHAPE[4]
+    D: gl.constexpr = SHAPE[5]
+    PAGE: gl.constexpr = SHAPE[6]
+    T_HIDDEN: gl.constexpr = ROOMS[0]
+    T_INNER: gl.constexpr = ROOMS[1]
+    T_QKV: gl.constexpr = ROOMS[2]
+    C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
+    C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
+    C_INNER: gl.constexpr = num_chunks(INNER, WORDS)
+    program = gl.program_id(0)
+    kind = rows_ptr.dtype.element_ty
+
+    # Sums [tiles, outputs] of out and down, and of half the outputs of the other products.
+    OF_TILE: gl.constexpr = gl.SliceLayout(1, _SUMS)
+    OF_OUTPUT: gl.constexpr = gl.SliceLayout(0, _SUMS)
+    index = gl.expand_dims(gl.arange(0, TILE, layout=OF_OUTPUT), 0)
+    half = gl.expand_dims(gl.arange(0, TILE // 2, layout=OF_OUTPUT), 0)
+    tile = gl.expand_dims(gl.arange(0, T_HIDDEN, layout=OF_TILE), 1)
+    output = (program + tile * NUM) * TILE + index
+    inside = output < HIDDEN
+    scale = _load_scales(out_scales_ptr, output, inside)
+    gain = gl.load(gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
+    run(WAIT_FOR_PREVIOUS)
+    before = gl.load(residual_ptr + output, mask=inside, other=0.0, cache_modifier=".cg")
+    before = before.to(gl.float32)
+
+    power = _prepare(memory, attended_ptr, squares_ptr, eps, HEADS, NUM, False, WORDS)
+    multiply(parts, memory, 0, after_out, C_HEADS, WORDS, HALF_SCALES)
+    before = _add_product(parts, before, scale * power, gain, output, inside, rows_ptr, squares_ptr)
+    _publish(counters)
+
+    inner_tile = gl.expand_dims(gl.arange(0, T_INNER, layout=OF_TILE), 1)
+    inner = (program + inner_tile * NUM) * (TILE // 2) + half
+    in_inner = inner < INNER
+    gate_scale = _load_scales(gate_up_scales_ptr, inner, in_inner)
+    up_scale = _load_scales(gate_up_scales_ptr, INNER + inner, in_inner)
+    _wait_for(counters, NUM)
+    power = _prepare(memory, rows_ptr, squares_ptr, eps, HIDDEN, NUM, True, WORDS)
+    multiply(parts, memory, after_out, after_gate_up, C_HIDDEN, WORDS, HALF_SCALES)
+    gate, up = _load_halves(parts, T_INNER)
+    result = _gated(gate * (gate_scale * power), up * (up_scale * power), kind)
+    gl.store(inner_ptr + inner, result.to(kind), mask=in_inner)
+    _publish(counters + 1)
+
+    scale = _load_scales(down_scales_ptr, output, inside)
+    gain = gl.load(next_gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
+    _wait_for(counters + 1, NUM)
+    power = _prepare(memory, inner_ptr, squares_ptr, eps, INNER, NUM, False, WORDS)
+    multiply(parts, memory, after_gate_up, after_down, C_INNER, WORDS, HALF_SCALES)
+    next_rows, next_squares = rows_ptr + HIDDEN, squares_ptr + NUM
+    total = _add_product(
+        parts, before, scale * power, gain, output, inside, next_rows, next_squares
+    )
+    gl.store(residual_ptr + output, total.to(kind), mask=inside)
+    # Before the counter: attention copies KV while programs wait for it.
+    run(LET_NEXT_START)
+    if HAS_QKV:
+        _publish(counters + 2)
+        qkv_tile = program + gl.expand_dims(gl.arange(0, T_QKV, layout=OF_TILE), 1) * NUM
+        head = qkv_tile // (D // TILE)
+        dim = qkv_tile % (D // TILE) * (TILE // 2) + half
+        in_heads = head < H + 2 * HKV
+        first_scale = _load_scales(qkv_scales_ptr, head * D + dim, in_heads)
+        second_scale = _load_scales(qkv_scales_ptr, head * D + D // 2 + dim, in_heads)
+        position, page, placed = _place_of_token(positions, table_rows, tables, stride_table, PAGE)
+        angle_at = cos_sin + position * D + dim
+        cos = gl.load(angle_at, mask=placed & in_heads, other=0.0)
+        sin = gl.load(angle_at + D // 2, mask=placed & in_heads, other=0.0)
+        _wait_for(counters + 2, NUM)
+        power = _prepare(memory, next_rows, next_squares, next_eps, HIDDEN, NUM, True, WORDS)
+        multiply(parts, memory, after_down, after_qkv, C_HIDDEN, WORDS, HALF_SCALES)
+        first, second = _load_halves(parts, T_QKV)
+        first = first * (first_scale * power)
+        second = second * (second_scale * power)
+        if BIAS:
+            bias_at = qkv_bias_ptr + head * D + dim
+            first += gl.load(bias_at, mask=in_heads, other=0.0).to(gl.float32)
+            second += gl.load(bias_at + D // 2, mask=in_heads, other=0.0).to(gl.float32)
+        kv_head = (head - H) % HKV
+        place = position % PAGE * D + kv_head * (PAGE * D) + dim
+        page_at = page.to(gl.int64) * stride_page
+        _rotate_and_store(
+            first.to(kind),
+            second.to(kind),
+            cos,
+            sin,
+            head,
+            dim,
+            place,
+            placed,
+            q_ptr,
+            k_cache + page_at,
+            v_cache + page_at,
+            H,
+            HKV,
+            D,
+        )
+
+
+@gluon.jit
 def chain_kernel(
     attended_ptr,
     residual_ptr,
@@ -276,6 +406,7 @@ def chain_kernel(
     WORDS: gl.constexpr,
     HALF_SCALES: gl.constexpr,
     STAGES: gl.constexpr,
+    AHEAD: gl.constexpr,
     NUM: gl.constexpr,
 ):
     """out, gate and up, down, and qkv of the next layer, for one row.
@@ -292,6 +423,8 @@ def chain_kernel(
     counters       int32 [3], zeros
     T_*            at least the number of tiles of a program; powers of two
     HALF_SCALES    scales of words are float16; else bfloat16
+    STAGES         tiles in the ring
+    AHEAD          halves of tiles that are copied at the same time
     other arguments: see `row_qkv_kernel`"""
     program = gl.program_id(0)
     C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
@@ -299,7 +432,6 @@ def chain_kernel(
     C_INNER: gl.constexpr = num_chunks(INNER, WORDS)
     QKV: gl.constexpr = (H + 2 * HKV) * D if HAS_QKV else 0
     T_MOST: gl.constexpr = max(T_HIDDEN, T_INNER, T_QKV)
-    kind = rows_ptr.dtype.element_ty
 
     memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_INNER), WORDS)
     parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], _LINEAR_2)
@@ -314,92 +446,37 @@ def chain_kernel(
     factors = (out_factors, gate_up_factors, down_factors, qkv_factors)
     ends = (after_out, after_gate_up, after_down, after_qkv)
     asked = (weights, factors, ends)
-    SIZES: gl.constexpr = (C_HEADS, C_HIDDEN, C_INNER, D, NUM)
-    for turn in range(STAGES):
-        ask(memory, asked, turn, SIZES)
-
-    # Sums [tiles, outputs] of out and down, and of half the outputs of the other products.
-    OF_TILE: gl.constexpr = gl.SliceLayout(1, _SUMS)
-    OF_OUTPUT: gl.constexpr = gl.SliceLayout(0, _SUMS)
-    index = gl.expand_dims(gl.arange(0, TILE, layout=OF_OUTPUT), 0)
-    half = gl.expand_dims(gl.arange(0, TILE // 2, layout=OF_OUTPUT), 0)
-    tile = gl.expand_dims(gl.arange(0, T_HIDDEN, layout=OF_TILE), 1)
-    output = (program + tile * NUM) * TILE + index
-    inside = output < HIDDEN
-    scale = _load_scales(out_scales_ptr, output, inside)
-    gain = gl.load(gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
-    run(WAIT_FOR_PREVIOUS)
-    before = gl.load(residual_ptr + output, mask=inside, other=0.0, cache_modifier=".cg")
-    before = before.to(gl.float32)
-
-    power = _prepare(memory, attended_ptr, squares_ptr, eps, HEADS, NUM, False, WORDS)
-    multiply(parts, memory, asked, 0, after_out, C_HEADS, SIZES, WORDS, HALF_SCALES)
-    before = _add_product(parts, before, scale * power, gain, output, inside, rows_ptr, squares_ptr)
-    _publish(counters)
-
-    inner_tile = gl.expand_dims(gl.arange(0, T_INNER, layout=OF_TILE), 1)
-    inner = (program + inner_tile * NUM) * (TILE // 2) + half
-    in_inner = inner < INNER
-    gate_scale = _load_scales(gate_up_scales_ptr, inner, in_inner)
-    up_scale = _load_scales(gate_up_scales_ptr, INNER + inner, in_inner)
-    _wait_for(counters, NUM)
-    power = _prepare(memory, rows_ptr, squares_ptr, eps, HIDDEN, NUM, True, WORDS)
-    multiply(parts, memory, asked, after_out, after_gate_up, C_HIDDEN, SIZES, WORDS, HALF_SCALES)
-    gate, up = _load_halves(parts, T_INNER)
-    result = _gated(gate * (gate_scale * power), up * (up_scale * power), kind)
-    gl.store(inner_ptr + inner, result.to(kind), mask=in_inner)
-    _publish(counters + 1)
-
-    scale = _load_scales(down_scales_ptr, output, inside)
-    gain = gl.load(next_gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
-    _wait_for(counters + 1, NUM)
-    power = _prepare(memory, inner_ptr, squares_ptr, eps, INNER, NUM, False, WORDS)
-    multiply(parts, memory, asked, after_gate_up, after_down, C_INNER, SIZES, WORDS, HALF_SCALES)
-    next_rows, next_squares = rows_ptr + HIDDEN, squares_ptr + NUM
-    total = _add_product(
-        parts, before, scale * power, gain, output, inside, next_rows, next_squares
+    SIZES: gl.constexpr = (C_HEADS, C_HIDDEN, C_INNER, D, NUM, AHEAD)
+    rows = (attended_ptr, residual_ptr, rows_ptr, squares_ptr, inner_ptr, counters)
+    scales = (out_scales_ptr, gate_up_scales_ptr, down_scales_ptr, qkv_scales_ptr)
+    norms = (gain_ptr, eps, next_gain_ptr, next_eps)
+    token = (positions, table_rows, tables, stride_table, cos_sin, qkv_bias_ptr)
+    stored = (q_ptr, k_cache, v_cache, stride_page)
+    shape: gl.constexpr = (HIDDEN, HEADS, INNER, H, HKV, D, PAGE)
+    rooms: gl.constexpr = (T_HIDDEN, T_INNER, T_QKV)
+    gl.warp_specialize(
+        [
+            (
+                _multiply_all,
+                (
+                    (memory, parts),
+                    ends,
+                    rows,
+                    scales,
+                    norms,
+                    token,
+                    stored,
+                    shape,
+                    rooms,
+                    HAS_QKV,
+                    BIAS,
+                    WORDS,
+                    HALF_SCALES,
+                    NUM,
+                ),
+            ),
+            (copy_tiles, (memory, asked, SIZES)),
+        ],
+        [1],
+        [COPY_REGISTERS],
     )
-    gl.store(residual_ptr + output, total.to(kind), mask=inside)
-    # Before the counter: attention copies KV while programs wait for it.
-    run(LET_NEXT_START)
-    if HAS_QKV:
-        _publish(counters + 2)
-        qkv_tile = program + gl.expand_dims(gl.arange(0, T_QKV, layout=OF_TILE), 1) * NUM
-        head = qkv_tile // (D // TILE)
-        dim = qkv_tile % (D // TILE) * (TILE // 2) + half
-        in_heads = head < H + 2 * HKV
-        first_scale = _load_scales(qkv_scales_ptr, head * D + dim, in_heads)
-        second_scale = _load_scales(qkv_scales_ptr, head * D + D // 2 + dim, in_heads)
-        position, page, placed = _place_of_token(positions, table_rows, tables, stride_table, PAGE)
-        angle_at = cos_sin + position * D + dim
-        cos = gl.load(angle_at, mask=placed & in_heads, other=0.0)
-        sin = gl.load(angle_at + D // 2, mask=placed & in_heads, other=0.0)
-        _wait_for(counters + 2, NUM)
-        power = _prepare(memory, next_rows, next_squares, next_eps, HIDDEN, NUM, True, WORDS)
-        multiply(parts, memory, asked, after_down, after_qkv, C_HIDDEN, SIZES, WORDS, HALF_SCALES)
-        first, second = _load_halves(parts, T_QKV)
-        first = first * (first_scale * power)
-        second = second * (second_scale * power)
-        if BIAS:
-            bias_at = qkv_bias_ptr + head * D + dim
-            first += gl.load(bias_at, mask=in_heads, other=0.0).to(gl.float32)
-            second += gl.load(bias_at + D // 2, mask=in_heads, other=0.0).to(gl.float32)
-        kv_head = (head - H) % HKV
-        place = position % PAGE * D + kv_head * (PAGE * D) + dim
-        page_at = page.to(gl.int64) * stride_page
-        _rotate_and_store(
-            first.to(kind),
-            second.to(kind),
-            cos,
-            sin,
-            head,
-            dim,
-            place,
-            placed,
-            q_ptr,
-            k_cache + page_at,
-            v_cache + page_at,
-            H,
-            HKV,
-            D,
-        )

@@ -84,84 +84,98 @@ def num_chunks(size, words):
 
 @gluon.jit
 def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
-    """A ring of tiles, barriers of full places, and x in chunks of the inputs of a tile.
+    """A ring of tiles, barriers of full and of empty places, and x in chunks of a tile's inputs.
 
     With words, also a ring of their factors, and room for two sums of each slice of x."""
     HALF: gl.constexpr = TILE // 2
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     if WORDS:
-        ring = gl.allocate_shared_memory(gl.int16, [STAGES, 32, 1, 2, HALF, WIDTH], COPIED_WORDS)
+        ring = gl.allocate_shared_memory(
+            gl.int16, [2 * STAGES, 16, 1, 2, HALF, WIDTH], COPIED_WORDS
+        )
         x = gl.allocate_shared_memory(gl.float16, [16 * X_CHUNKS, WARPS, WIDTH], _LINEAR_2)
         factors = gl.allocate_shared_memory(gl.int32, [STAGES, 32, 1, 2, HALF], COPIED_FACTORS)
         sums = gl.allocate_shared_memory(gl.float32, [8 * X_CHUNKS, WARPS], _LINEAR)
-        memory = (ring, full, x, factors, sums)
+        memory = (ring, full, empty, x, factors, sums)
     else:
         ring = gl.allocate_shared_memory(
-            gl.float8e4nv, [STAGES, 16, 1, 2, HALF, SLICE], COPIED_CODES
+            gl.float8e4nv, [2 * STAGES, 8, 1, 2, HALF, SLICE], COPIED_CODES
         )
         x = gl.allocate_shared_memory(gl.float8e4nv, [2 * X_CHUNKS, WARPS, SLICE], _LINEAR_2)
-        memory = (ring, full, x)
+        memory = (ring, full, empty, x)
     for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(full.index(2 * slot), count=1)
+        mbarrier.init(full.index(2 * slot + 1), count=1)
+        mbarrier.init(empty.index(slot), count=1)
     barrier()
     return memory
 
 
 @gluon.jit
-def _copy(memory, turn, weight, factors, chunk, group, output):
-    """Start to copy a tile to the ring. `group`, `output`: its place, see `chain.Tiles`."""
+def _copy(memory, turn, weight, factors, chunk, group, output, AHEAD: gl.constexpr):
+    """Copy a tile to the ring in two halves. `group`, `output`: its place, see `chain.Tiles`.
+
+    At most AHEAD halves are on their way at the same time."""
     ring, full = memory[0], memory[1]
-    STAGES: gl.constexpr = ring.shape[0]
+    HALVES: gl.constexpr = ring.shape[0]
     SLICES: gl.constexpr = ring.shape[1]
-    slot = turn % STAGES
-    at = full.index(slot)
-    if factors is None:
-        mbarrier.expect(at, TILE_BYTES)
-    else:
-        mbarrier.expect(at, TILE_BYTES + FACTOR_BYTES)
-        place = [chunk * SLICES, group, 0, output]
-        tma.async_copy_global_to_shared(factors, place, at, memory[3].index(slot))
-    place = [chunk * SLICES, group, 0, output, 0]
-    tma.async_copy_global_to_shared(weight, place, at, ring.index(slot))
+    for half in gl.static_range(2):
+        index = 2 * turn + half
+        earlier = index - AHEAD
+        if earlier >= 0:
+            mbarrier.wait(full.index(earlier % HALVES), earlier // HALVES & 1)
+        place = index % HALVES
+        at = full.index(place)
+        if factors is None or half == 1:
+            mbarrier.expect(at, TILE_BYTES // 2)
+        else:
+            mbarrier.expect(at, TILE_BYTES // 2 + FACTOR_BYTES)
+            coordinates = [2 * chunk * SLICES, group, 0, output]
+            tma.async_copy_global_to_shared(factors, coordinates, at, memory[4].index(place // 2))
+        coordinates = [(2 * chunk + half) * SLICES, group, 0, output, 0]
+        tma.async_copy_global_to_shared(weight, coordinates, at, ring.index(place))
 
 
 @gluon.jit
-def ask(memory, asked, turn, SIZES: gl.constexpr):
-    """Ask for the tile of a turn, if there is one.
+def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
+    """Copy the tile of a turn.
 
     asked  weights, their factors, and the first turn after each product
-    SIZES  tiles of an output of HEADS, HIDDEN and INNER inputs, D, and NUM of `chain_kernel`"""
+    SIZES  tiles of an output of HEADS, HIDDEN and INNER inputs, D, and NUM and AHEAD of
+           `chain_kernel`"""
     weights, factors, ends = asked
     C_HEADS: gl.constexpr = SIZES[0]
     C_HIDDEN: gl.constexpr = SIZES[1]
     C_INNER: gl.constexpr = SIZES[2]
     D: gl.constexpr = SIZES[3]
     NUM: gl.constexpr = SIZES[4]
+    AHEAD: gl.constexpr = SIZES[5]
     program = gl.program_id(0)
     HALF: gl.constexpr = TILE // 2
     if turn < ends[0]:
         chunk, tile = turn % C_HEADS, program + turn // C_HEADS * NUM
-        _copy(memory, turn, weights[0], factors[0], chunk, tile, 0)
+        _copy(memory, turn, weights[0], factors[0], chunk, tile, 0, AHEAD)
     elif turn < ends[1]:
         index = turn - ends[0]
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
-        _copy(memory, turn, weights[1], factors[1], chunk, 0, tile * HALF)
+        _copy(memory, turn, weights[1], factors[1], chunk, 0, tile * HALF, AHEAD)
     elif turn < ends[2]:
         index = turn - ends[1]
         chunk, tile = index % C_INNER, program + index // C_INNER * NUM
-        _copy(memory, turn, weights[2], factors[2], chunk, tile, 0)
+        _copy(memory, turn, weights[2], factors[2], chunk, tile, 0, AHEAD)
     elif turn < ends[3]:
         index = turn - ends[2]
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
         OF_HEAD: gl.constexpr = D // TILE
         output = tile % OF_HEAD * HALF
-        _copy(memory, turn, weights[3], factors[3], chunk, tile // OF_HEAD, output)
+        _copy(memory, turn, weights[3], factors[3], chunk, tile // OF_HEAD, output, AHEAD)
 
 
 @gluon.jit
 def store_codes(memory, chunk: gl.constexpr, codes):
     """Store a chunk of x in e4m3."""
-    x_smem = memory[2]
+    x_smem = memory[3]
     INPUTS: gl.constexpr = codes.shape[0]
     chunks = x_smem._reinterpret(gl.float8e4nv, [x_smem.numel // INPUTS, INPUTS], _LINEAR)
     chunks.index(chunk).store(codes)
@@ -172,7 +186,7 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     """Store a chunk of x, float32, for words. Part p of a slice has inputs 32 p to 32 p + 31.
 
     A slice has two sums: of x, and of the surplus that products have if zeros are -128."""
-    x_smem = memory[2]
+    x_smem = memory[3]
     INPUTS: gl.constexpr = x.shape[0]
     SLICES: gl.constexpr = INPUTS // SLICE
     CHUNKS: gl.constexpr = x_smem.numel // INPUTS
@@ -185,7 +199,7 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     surplus = gl.where(place // WIDTH % 2 == 0, 256 - 128, 16 - 128)
     total = gl.sum(gl.reshape(stored, [SLICES, SLICE]), 1)
     excess = gl.sum(gl.reshape(stored * surplus, [SLICES, SLICE]), 1)
-    rows = memory[4]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], _LINEAR)
+    rows = memory[5]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], _LINEAR)
     rows.index(2 * chunk).store(total)
     rows.index(2 * chunk + 1).store(excess)
 
@@ -200,23 +214,23 @@ def _load_x(x_smem, index, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _load_tile(memory, slot, WORDS: gl.constexpr):
-    """The slices of a tile [warps, outputs, inputs or words] in registers.
+def _load_half(memory, place, WORDS: gl.constexpr):
+    """Half a tile [warps, outputs, inputs or words] in registers.
 
-    Each slice of words is followed by its factors."""
+    Each of two slices of words is followed by its factors."""
     ring = memory[0]
-    STAGES: gl.constexpr = ring.shape[0]
+    HALVES: gl.constexpr = ring.shape[0]
     if WORDS:
-        tiles = ring._reinterpret(gl.int16, [4 * STAGES, WARPS, TILE, WIDTH], _EXCHANGED_WORDS)
-        factors = memory[3]._reinterpret(gl.int32, [4 * STAGES, WARPS, TILE], _LINEAR_2)
+        tiles = ring._reinterpret(gl.int16, [2 * HALVES, WARPS, TILE, WIDTH], _EXCHANGED_WORDS)
+        factors = memory[4]._reinterpret(gl.int32, [2 * HALVES, WARPS, TILE], _LINEAR_2)
         found = ()
-        for part in gl.static_range(4):
-            words = tiles.index(4 * slot + part).load(_WORDS)
-            factor = factors.index(4 * slot + part).load(gl.SliceLayout(2, _RESULTS))
+        for part in gl.static_range(2):
+            words = tiles.index(2 * place + part).load(_WORDS)
+            factor = factors.index(2 * place + part).load(gl.SliceLayout(2, _RESULTS))
             found = found + (words, factor)  # noqa: RUF005 (not in Gluon)
     else:
-        tiles = ring._reinterpret(gl.float8e4nv, [2 * STAGES, WARPS, TILE, SLICE], _EXCHANGED_CODES)
-        found = (tiles.index(2 * slot).load(_CODES), tiles.index(2 * slot + 1).load(_CODES))
+        tiles = ring._reinterpret(gl.float8e4nv, [HALVES, WARPS, TILE, SLICE], _EXCHANGED_CODES)
+        found = (tiles.index(place).load(_CODES),)
     return found
 
 
@@ -233,7 +247,7 @@ def _multiply_part(words, x_smem, index, ASSEMBLY: gl.constexpr, sums):
 def _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES: gl.constexpr):
     """The product of a slice of words and its inputs."""
     OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _RESULTS))
-    x_smem, x_sums = memory[2], memory[4]
+    x_smem, x_sums = memory[3], memory[5]
     sums = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
     first = 16 * chunk + 4 * part
     sums = _multiply_part(words, x_smem, first, _NUMBERS_0, sums)
@@ -249,48 +263,66 @@ def _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES: gl.constexp
 
 @gluon.jit
 def _multiply_tile(result, loaded, memory, chunk, WORDS: gl.constexpr, HALF_SCALES: gl.constexpr):
-    """Add the products of a tile and a chunk of x."""
+    """Add the products of a tile and a chunk of x to two sums.
+
+    An instruction of the tensor core waits for the one before that adds to the same sum."""
+    sums = ()
     if WORDS:
-        for part in gl.static_range(4):
-            words, factor = loaded[2 * part], loaded[2 * part + 1]
-            result += _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES)
+        for index in gl.static_range(2):
+            total = result[index]
+            for part in gl.static_range(2 * index, 2 * index + 2):
+                words, factor = loaded[2 * part], loaded[2 * part + 1]
+                total += _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES)
+            sums = sums + (total,)  # noqa: RUF005 (not in Gluon)
     else:
-        for part in gl.static_range(2):
-            x = _load_x(memory[2], 2 * chunk + part, _X_OF_CODES).to(gl.float16)
-            result = mma_v2(loaded[part].to(gl.float16), x, result)
-    return result
+        first = _load_x(memory[3], 2 * chunk, _X_OF_CODES)
+        second = _load_x(memory[3], 2 * chunk + 1, _X_OF_CODES)
+        sums = (
+            mma_v2(loaded[0].to(gl.float16), first.to(gl.float16), result[0]),
+            mma_v2(loaded[1].to(gl.float16), second.to(gl.float16), result[1]),
+        )
+    return sums
 
 
 @gluon.jit
 def multiply(
     parts,
     memory,
-    asked,
     first,
     end,
     C: gl.constexpr,
-    SIZES: gl.constexpr,
     WORDS: gl.constexpr,
     HALF_SCALES: gl.constexpr,
 ):
     """Multiply the tiles of the turns from `first` to `end` with x. An output has C tiles.
 
-    The results are parts of sums [tiles, warps, outputs]. A tile that is read is replaced in the
-    ring by the copy of a later one.
+    The results are parts of sums [tiles, warps, outputs].
 
     HALF_SCALES  scales of words are float16; else bfloat16"""
-    ring, full = memory[0], memory[1]
-    STAGES: gl.constexpr = ring.shape[0]
-    result = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
+    ring, full, empty = memory[0], memory[1], memory[2]
+    STAGES: gl.constexpr = ring.shape[0] // 2
+    zeros = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
+    result = (zeros, zeros)
     for turn in range(first, end):
         slot = turn % STAGES
-        mbarrier.wait(full.index(slot), turn // STAGES & 1)
-        loaded = _load_tile(memory, slot, WORDS)
-        barrier()
-        ask(memory, asked, turn + STAGES, SIZES)
+        mbarrier.wait(full.index(2 * slot), turn // STAGES & 1)
+        loaded = _load_half(memory, 2 * slot, WORDS)
+        mbarrier.wait(full.index(2 * slot + 1), turn // STAGES & 1)
+        loaded = loaded + _load_half(memory, 2 * slot + 1, WORDS)
+        mbarrier.arrive(empty.index(slot))
         chunk = (turn - first) % C
         result = _multiply_tile(result, loaded, memory, chunk, WORDS, HALF_SCALES)
         if chunk == C - 1:
-            parts.index((turn - first) // C).store(gl.max(result, 2))
-            result = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
+            parts.index((turn - first) // C).store(gl.max(result[0] + result[1], 2))
+            result = (zeros, zeros)
     barrier()
+
+
+@gluon.jit
+def copy_tiles(memory, asked, SIZES: gl.constexpr):
+    """The work of a warp besides those that multiply: copy the tiles of all turns to the ring."""
+    ring, empty = memory[0], memory[2]
+    STAGES: gl.constexpr = ring.shape[0] // 2
+    for turn in range(asked[2][3]):
+        mbarrier.wait(empty.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
+        _copy_turn(memory, asked, turn, SIZES)
