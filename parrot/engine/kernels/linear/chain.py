@@ -40,7 +40,7 @@ _SHARED_BYTES = 153 << 10
 MAX_REGISTERS = 104
 _STAGES = (4, 3)  # Tiles in the ring of a program: the first number that fits.
 # Halves of tiles that a program copies at the same time. With 2, the memory is not always busy.
-# With more, x and counters arrive later, because they wait for these copies.
+# With more, the loads of attention wait behind these copies.
 _AHEAD = 3
 
 
