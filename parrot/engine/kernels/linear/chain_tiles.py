@@ -145,12 +145,7 @@ def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
     SIZES  tiles of an output of HEADS, HIDDEN and INNER inputs, D, and NUM and AHEAD of
            `chain_kernel`"""
     weights, factors, ends = asked
-    C_HEADS: gl.constexpr = SIZES[0]
-    C_HIDDEN: gl.constexpr = SIZES[1]
-    C_INNER: gl.constexpr = SIZES[2]
-    D: gl.constexpr = SIZES[3]
-    NUM: gl.constexpr = SIZES[4]
-    AHEAD: gl.constexpr = SIZES[5]
+    C_HEADS, C_HIDDEN, C_INNER, D, NUM, AHEAD = SIZES
     program = gl.program_id(0)
     HALF: gl.constexpr = TILE // 2
     if turn < ends[0]:
@@ -164,7 +159,7 @@ def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
         index = turn - ends[1]
         chunk, tile = index % C_INNER, program + index // C_INNER * NUM
         _copy(memory, turn, weights[2], factors[2], chunk, tile, 0, AHEAD)
-    elif turn < ends[3]:
+    else:
         index = turn - ends[2]
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
         OF_HEAD: gl.constexpr = D // TILE
