@@ -415,7 +415,13 @@ class TreeAttention:
     def _early_items(self, step: _Step, items: torch.Tensor) -> None:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        from parrot.engine.kernels.early_kernels import COPIED, KEYS, WARPS, attend_early
+        from parrot.engine.kernels.early_kernels import (
+            COPIED,
+            KEYS,
+            MAX_REGISTERS,
+            WARPS,
+            attend_early,
+        )
 
         shape, kv = self.shape, step.kv
         describe = partial(GluonDescriptor.from_tensor, layout=COPIED.value)
@@ -436,6 +442,7 @@ class TreeAttention:
             EARLY=step.next_early,
             **self._sizes(),
             num_warps=int(WARPS.value),
+            maxnreg=MAX_REGISTERS,
             launch_pdl=True,
         )
 

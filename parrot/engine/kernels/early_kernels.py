@@ -1,7 +1,8 @@
 """Attention of one token whose KV is copied before the previous kernel has ended, in Gluon.
 
 The previous kernel computes q and the newest KV. The KV of earlier steps does not depend on it. So
-programs ask for their first tiles when they start, and wait for the previous kernel afterwards.
+programs copy their first tile to registers and ask for the second when they start, and wait for the
+previous kernel afterwards. Two tiles in shared memory would be as fast, but `chain` needs the room.
 
 It computes the same as `attend_items`, for bfloat16, whole contexts and plain scores."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
@@ -26,8 +27,9 @@ _sum_and_lse = gluon.jit(sum_and_lse.fn)
 
 ROWS = gl.constexpr(16)  # Of a tile of the tensor core, for the query heads of a KV head.
 KEYS = gl.constexpr(64)  # Of a tile.
-STAGES = gl.constexpr(2)  # Tiles in shared memory. With 3, steps are as fast.
 WARPS = gl.constexpr(4)
+# Of a thread. A program of `chain` has the other registers of a multiprocessor.
+MAX_REGISTERS = 200
 HALF = gl.constexpr(64)  # Dimensions that are multiplied at once.
 
 # Layouts of scores and results, of the operands of their products, and of a tile in memory.
@@ -55,15 +57,14 @@ def supports(shape: AttentionShape, rule: ScoreRule) -> bool:
 
 @gluon.jit
 def _allocate(D: gl.constexpr):
-    """Rings of tiles of keys and values, and barriers of full places."""
-    k_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], COPIED)
-    v_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, KEYS, D], COPIED)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full.index(stage), count=1)
+    """Room for a tile of keys and of values, and a barrier that tells when they are there."""
+    k_smem = gl.allocate_shared_memory(gl.bfloat16, [KEYS, D], COPIED)
+    v_smem = gl.allocate_shared_memory(gl.bfloat16, [KEYS, D], COPIED)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
     fence_async_shared()
     barrier()
-    return k_ring, v_ring, full
+    return k_smem, v_smem, full
 
 
 @gluon.jit
@@ -71,16 +72,15 @@ def _ask(
     index, count, memory, keys, values, table, kv_first, HKV: gl.constexpr, PAGE: gl.constexpr
 ):
     """Start to copy the tile of an index, if there is one."""
-    k_ring, v_ring, full = memory
-    D: gl.constexpr = k_ring.shape[2]
+    k_smem, v_smem, full = memory
+    D: gl.constexpr = k_smem.shape[1]
     if index < count:
         first = kv_first + index * KEYS
         page = gl.load(table + first // PAGE)
         row = (page * HKV + gl.program_id(0)) * PAGE + first % PAGE
-        slot = index % STAGES
-        mbarrier.expect(full.index(slot), 4 * KEYS * D)
-        tma.async_copy_global_to_shared(keys, [row, 0], full.index(slot), k_ring.index(slot))
-        tma.async_copy_global_to_shared(values, [row, 0], full.index(slot), v_ring.index(slot))
+        mbarrier.expect(full, 4 * KEYS * D)
+        tma.async_copy_global_to_shared(keys, [row, 0], full, k_smem)
+        tma.async_copy_global_to_shared(values, [row, 0], full, v_smem)
 
 
 @gluon.jit
@@ -97,30 +97,59 @@ def _load_q(q_ptr, live, D: gl.constexpr):
 
 
 @gluon.jit
-def _attend(q, state, memory, slot, first, end, scale_log2):
-    """One step of the online softmax in base 2 over the tile in a place of the rings."""
-    acc, maximum, total = state
-    k_ring, v_ring, _ = memory
-    HALVES: gl.constexpr = k_ring.shape[2] // HALF
-    SHAPE: gl.constexpr = [STAGES * HALVES, KEYS, HALF]
-    k_tiles = k_ring._reinterpret(gl.bfloat16, SHAPE, _EXCHANGED)
-    v_tiles = v_ring._reinterpret(gl.bfloat16, SHAPE, _EXCHANGED)
-    scores = gl.zeros([ROWS, KEYS], gl.float32, layout=_SCORES)
+def _take(index, memory):
+    """The halves of the keys and of the values of a tile, in registers, when it is there."""
+    k_smem, v_smem, full = memory
+    HALVES: gl.constexpr = k_smem.shape[1] // HALF
+    k_halves = k_smem._reinterpret(gl.bfloat16, [HALVES, KEYS, HALF], _EXCHANGED)
+    v_halves = v_smem._reinterpret(gl.bfloat16, [HALVES, KEYS, HALF], _EXCHANGED)
+    mbarrier.wait(full, index & 1)
+    keys, values = (), ()
     for half in gl.static_range(HALVES):
-        k = k_tiles.index(slot * HALVES + half).permute((1, 0)).load(_RIGHT)
-        scores = mma_v2(q[half], k, scores)
+        keys = keys + (k_halves.index(half).permute((1, 0)).load(_RIGHT),)  # noqa: RUF005
+        values = values + (v_halves.index(half).load(_RIGHT),)  # noqa: RUF005
+    barrier()
+    return keys, values
+
+
+@gluon.jit
+def _no_tile(D: gl.constexpr):
+    """In place of what `_take` returns."""
+    keys, values = (), ()
+    for _ in gl.static_range(0, D, HALF):
+        keys = keys + (gl.zeros([HALF, KEYS], gl.bfloat16, layout=_RIGHT),)  # noqa: RUF005
+        values = values + (gl.zeros([KEYS, HALF], gl.bfloat16, layout=_RIGHT),)  # noqa: RUF005
+    return keys, values
+
+
+@gluon.jit
+def _attend(q, state, taken, first, end, scale_log2):
+    """One step of the online softmax in base 2 over a tile that `_take` returned."""
+    acc, maximum, total = state
+    keys, values = taken
+    scores = gl.zeros([ROWS, KEYS], gl.float32, layout=_SCORES)
+    for half in gl.static_range(len(q)):
+        scores = mma_v2(q[half], keys[half], scores)
     key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(0, _SCORES)), 0)
     scores = gl.where(key < end, scores, NO_SCORE)
     weights, decay, maximum, total = _weigh(scores, maximum, total, scale_log2)
     left = gl.convert_layout(weights.to(gl.bfloat16), _LEFT)
     key = first + gl.expand_dims(gl.arange(0, KEYS, layout=gl.SliceLayout(1, _RIGHT)), 1)
     found = ()
-    for half in gl.static_range(HALVES):
-        v = v_tiles.index(slot * HALVES + half).load(_RIGHT)
+    for half in gl.static_range(len(q)):
+        v = values[half]
         if first + KEYS > end:  # Other contexts may have written NaN after the last key.
             v = gl.where(key < end, v, 0.0)
         found = found + (mma_v2(left, v, acc[half] * gl.expand_dims(decay, 1)),)  # noqa: RUF005
     return found, maximum, total
+
+
+@gluon.jit
+def _store(at, acc, total, mask):
+    """Store the result from its halves, which are `total` times too large."""
+    for half in gl.static_range(len(acc)):
+        result = acc[half] / gl.expand_dims(total, 1)
+        gl.store(at + half * HALF, result.to(at.dtype.element_ty), mask=mask)
 
 
 @gluon.jit
@@ -165,29 +194,32 @@ def attend_early(
     count = gl.maximum(end - kv_first + KEYS - 1, 0) // KEYS
     # The tile with the newest KV waits for the previous kernel, which writes it.
     num_old = gl.maximum(gl.minimum(position, end) - kv_first, 0) // KEYS
-    for index in gl.static_range(STAGES):
-        _ask(index, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
+    taken = _no_tile(D)
+    _ask(0, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
+    if num_old > 0:
+        taken = _take(0, memory)
+        _ask(1, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
 
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
     head = gl.program_id(0) * G + row
     live = row < G
     slot = gl.load(slot_of + gl.maximum(slot_first, 0), mask=slot_first >= 0, other=0)
     run(WAIT_FOR_PREVIOUS)
-    for index in gl.static_range(STAGES):
-        if index >= num_old:
-            _ask(index, count, memory, keys, values, table, kv_first, H // G, PAGE)
+    if num_old < 2:
+        _ask(num_old, count, memory, keys, values, table, kv_first, H // G, PAGE)
     q = _load_q(q_ptr + gl.program_id(0) * G * D, live, D)
     acc = ()
     for _ in gl.static_range(0, D, HALF):
         acc = acc + (gl.zeros([ROWS, HALF], gl.float32, layout=_SCORES),)  # noqa: RUF005
     maximum = gl.full([ROWS], NO_MAXIMUM, gl.float32, layout=gl.SliceLayout(1, _SCORES))
     state = (acc, maximum, gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, _SCORES)))
+    if (num_old == 0) & (count > 0):
+        taken = _take(0, memory)
     for index in range(count):
-        place = index % STAGES
-        mbarrier.wait(memory[2].index(place), index // STAGES & 1)
-        state = _attend(q, state, memory, place, kv_first + index * KEYS, end, scale_log2)
-        barrier()
-        _ask(index + STAGES, count, memory, keys, values, table, kv_first, H // G, PAGE)
+        state = _attend(q, state, taken, kv_first + index * KEYS, end, scale_log2)
+        if index + 1 < count:
+            taken = _take(index + 1, memory)
+            _ask(index + 2, count, memory, keys, values, table, kv_first, H // G, PAGE)
     if not EARLY:
         run(LET_NEXT_START)
 
@@ -196,11 +228,8 @@ def attend_early(
     mask = gl.expand_dims(live, 1)
     at = gl.expand_dims(head * D, 1) + column
     safe_total, lse = _sum_and_lse(maximum, total)
-    for half in gl.static_range(D // HALF):
-        result = acc[half] / gl.expand_dims(safe_total, 1)
-        if slot_first < 0:
-            gl.store(out_ptr + at + half * HALF, result.to(gl.bfloat16), mask=mask)
-        else:
-            gl.store(partial_out + slot.to(gl.int64) * H * D + at + half * HALF, result, mask=mask)
-    if slot_first >= 0:
+    if slot_first < 0:
+        _store(out_ptr + at, acc, safe_total, mask)
+    else:
+        _store(partial_out + slot.to(gl.int64) * H * D + at, acc, safe_total, mask)
         gl.store(partial_lse + slot * H + head, lse, mask=live)

@@ -536,7 +536,7 @@ def chain_variant(
     words: bool = False,
     hidden: int = 4096,
     inner: int = 14336,
-    tiles: tuple[int, int, int] = (2, 16, 4),
+    tiles: tuple[int, int, int, int] = (2, 16, 4, 4),
     last: bool = False,
     bias: bool = False,
 ) -> dict[str, Any]:
@@ -566,7 +566,7 @@ def chain_variant(
     if bias:
         pointers["qkv_bias_ptr"] = "*bf16"
     numbers = {"eps": "fp32", "next_eps": "fp32", "stride_page": "i32", "stride_table": "i32"}
-    room = dict(zip(("T_HIDDEN", "T_INNER", "T_QKV"), tiles, strict=True))
+    room = dict(zip(("T_HIDDEN", "T_EARLY", "T_LATE", "T_QKV"), tiles, strict=True))
     shape = {"HIDDEN": hidden, "HEADS": hidden, "INNER": inner, "H": 32, "HKV": 8, "D": 128}
     return compile_kernel(
         chain_kernel,
@@ -575,8 +575,9 @@ def chain_variant(
         | {
             "WORDS": words,
             "HALF_SCALES": True,
-            "STAGES": 3 if words else 4,
+            "STAGES": 4 if words else 5,
             "AHEAD": 3,
+            "AHEAD_WAITING": 2,
             "NUM": 132,
         },
         divisible=(*pointers, "stride_page"),
@@ -638,7 +639,7 @@ def best_variant(*, warps: int = 4) -> dict[str, Any]:
 
 
 def early_variant(*, dim: int = 128) -> dict[str, Any]:
-    from parrot.engine.kernels.early_kernels import COPIED, attend_early
+    from parrot.engine.kernels.early_kernels import COPIED, MAX_REGISTERS, attend_early
 
     pointers = {
         **dict.fromkeys(("q_ptr", "out_ptr"), "*bf16"),
@@ -652,6 +653,7 @@ def early_variant(*, dim: int = 128) -> dict[str, Any]:
         {"G": 4, "H": 32, "D": dim, "PAGE": 64, "EARLY": True},
         divisible=tuple(pointers),
         num_warps=4,
+        max_registers=MAX_REGISTERS,
     )
 
 

@@ -198,12 +198,10 @@ def test_several_narrow_programs_fit_a_multiprocessor(name: str, reports: Report
 
 
 @pytest.mark.parametrize("name", ["chain", "chain of words"])
-@pytest.mark.parametrize("other", ["one token that copies KV early", "narrow before a chain"])
-def test_a_chain_and_attention_fit_a_multiprocessor(
-    name: str, other: str, reports: Reports
-) -> None:
+def test_a_chain_and_attention_fit_a_multiprocessor(name: str, reports: Reports) -> None:
     """A program of each may start before the other ends."""
-    chain, attention = reports[name], reports[other]
-    assert 32 * (8 * chain["registers"] + 4 * attention["registers"]) <= 65536
+    chain, attention = reports[name], reports["one token that copies KV early"]
+    warps = 12  # Of a chain: eight that multiply, and a group of four with the one that copies.
+    assert 32 * (warps * chain["registers"] + 4 * attention["registers"]) <= 65536
     reserved = 1024  # Of each program.
     assert chain["shared"] + attention["shared"] + reserved <= MAX_SHARED_BYTES

@@ -24,6 +24,8 @@ from parrot.engine.kernels.linear.chain_tiles import (
     TILE_BYTES,
     WARPS,
     num_chunks,
+    num_early_chunks,
+    num_rounds,
     tile_inputs,
 )
 from parrot.engine.kernels.linear.products import UndividedRows
@@ -32,16 +34,17 @@ from parrot.engine.kernels.linear.words_layout import Words
 _TILE, _WARPS, _SLICE = (int(size.value) for size in (TILE, WARPS, SLICE))
 _TILE_BYTES, _FACTOR_BYTES = int(TILE_BYTES.value), int(FACTOR_BYTES.value)
 
-# Shared memory of a program. A multiprocessor has 227 KiB, and a program of attention takes 70. So
+# Shared memory of a program. A multiprocessor has 227 KiB, and a program of attention takes 35. So
 # each of both can start before the other ends.
-_SHARED_BYTES = 153 << 10
+_SHARED_BYTES = 190 << 10
 # Registers of a thread when a program starts. The warps that multiply then take most registers of
 # the four warps to which the copying one belongs.
 MAX_REGISTERS = 104
-_STAGES = (4, 3)  # Tiles in the ring of a program: the first number that fits.
+_STAGES = (5, 4, 3)  # Tiles in the ring of a program: the first number that fits.
 # Halves of tiles that a program copies at the same time. With 2, the memory is not always busy.
-# With more, the loads of attention wait behind these copies.
-_AHEAD = 3
+# With more, the loads of attention wait behind these copies. While programs wait for each other,
+# their stores, counters and loads of x also wait for fewer copies.
+_AHEAD, _AHEAD_WAITING = 3, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +154,7 @@ class RowChain:
             new((2, 1, hidden)),
             new((1, inner)),
             new((2, 1, self._num_programs), dtype=torch.float32),
-            # Three counters of each layer, and one so that all addresses are multiples of 16.
+            # Four counters of each layer.
             residual.new_zeros((len(self._layers), 4), dtype=torch.int32),
         )
 
@@ -205,7 +208,11 @@ class _Launch:
     def _shared_bytes(self, stages: int) -> int:
         """The shared memory of a program: for tiles, x, and the parts of sums."""
         has_words = self._layer.has_words
-        num_inputs: int = num_chunks(max(self._layer.sizes), has_words) * tile_inputs(has_words)
+        hidden, heads, inner = self._layer.sizes
+        early = num_early_chunks(inner, has_words)
+        late = num_chunks(inner, has_words) - early
+        chunks = max(num_chunks(max(hidden, heads), has_words), early, late)
+        num_inputs: int = chunks * tile_inputs(has_words)
         tile_bytes, x_bytes = _TILE_BYTES, num_inputs
         if has_words:
             tile_bytes += _FACTOR_BYTES
@@ -217,12 +224,16 @@ class _Launch:
     def _num_tiles(self) -> dict[str, int]:
         """Room for the tiles of a program."""
         hidden, _, inner = self._layer.sizes
-        outputs = {"T_HIDDEN": hidden, "T_INNER": 2 * inner, "T_QKV": self._heads.num_outputs}
-        per_round = _TILE * self._num_programs
-        return {
-            name: triton.next_power_of_2(triton.cdiv(count, per_round))
-            for name, count in outputs.items()
+        num, has_words = self._num_programs, self._layer.has_words
+        early_inner = num_early_chunks(inner, has_words) * tile_inputs(has_words)
+        early = num_rounds(early_inner, num)
+        tiles = {
+            "T_HIDDEN": triton.cdiv(hidden, _TILE * num),
+            "T_EARLY": early,
+            "T_LATE": num_rounds(inner, num) - early,
+            "T_QKV": triton.cdiv(self._heads.num_outputs, _TILE * num),
         }
+        return {name: triton.next_power_of_2(max(count, 1)) for name, count in tiles.items()}
 
     def run(
         self,
@@ -286,6 +297,7 @@ class _Launch:
             HALF_SCALES=layer.has_half_scales,
             STAGES=self.stages,
             AHEAD=_AHEAD,
+            AHEAD_WAITING=_AHEAD_WAITING,
             NUM=self._num_programs,
             num_warps=_WARPS,
             maxnreg=MAX_REGISTERS,

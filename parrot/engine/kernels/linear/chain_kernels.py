@@ -17,6 +17,8 @@ from parrot.engine.kernels.linear.chain_tiles import (
     copy_tiles,
     multiply,
     num_chunks,
+    num_early_chunks,
+    num_rounds,
     store_codes,
     store_numbers,
     tile_inputs,
@@ -185,6 +187,37 @@ def _add_product(parts, before, factor, gain, output, inside, rows_ptr, squares_
 
 
 @gluon.jit
+def _gated_outputs(
+    scales_ptr,
+    FIRST: gl.constexpr,
+    END: gl.constexpr,
+    T: gl.constexpr,
+    INNER: gl.constexpr,
+    NUM: gl.constexpr,
+):
+    """The results of the program's tiles from FIRST to END of gate and up [T, TILE / 2].
+
+    Returns their places, whether there are such, and the scales of gate and of up."""
+    tile = FIRST + gl.expand_dims(gl.arange(0, T, layout=gl.SliceLayout(1, _SUMS)), 1)
+    half = gl.expand_dims(gl.arange(0, TILE // 2, layout=gl.SliceLayout(0, _SUMS)), 0)
+    output = (gl.program_id(0) + tile * NUM) * (TILE // 2) + half
+    inside = (tile < END) & (output < INNER)
+    gate_scale = _load_scales(scales_ptr, output, inside)
+    up_scale = _load_scales(scales_ptr, INNER + output, inside)
+    return output, inside, gate_scale, up_scale
+
+
+@gluon.jit
+def _store_gated(parts, power, outputs, inner_ptr):
+    """Store the results of `_gated_outputs` from the sums of gate and up."""
+    output, inside, gate_scale, up_scale = outputs
+    kind: gl.constexpr = inner_ptr.dtype.element_ty
+    gate, up = _load_halves(parts, output.shape[0])
+    result = _gated(gate * (gate_scale * power), up * (up_scale * power), kind)
+    gl.store(inner_ptr + output, result.to(kind), mask=inside)
+
+
+@gluon.jit
 def _place_of_token(positions, table_rows, tables, stride_table, PAGE: gl.constexpr):
     """The position of the token, its page, and whether it has one."""
     table_row = gl.load(table_rows)
@@ -248,17 +281,19 @@ def _multiply_all(
 ):
     """The products of the warps of `chain_kernel` that do not copy tiles."""
     memory, parts = shared
-    after_out, after_gate_up, after_down, after_qkv = ends
+    after_out, after_gate_up, after_early_down, after_down, after_qkv = ends
     attended_ptr, residual_ptr, rows_ptr, squares_ptr, inner_ptr, counters = rows
     out_scales_ptr, gate_up_scales_ptr, down_scales_ptr, qkv_scales_ptr = scales
     gain_ptr, eps, next_gain_ptr, next_eps = norms
     positions, table_rows, tables, stride_table, cos_sin, qkv_bias_ptr = token
     q_ptr, k_cache, v_cache, stride_page = stored
     HIDDEN, HEADS, INNER, H, HKV, D, PAGE = SHAPE
-    T_HIDDEN, T_INNER, T_QKV = ROOMS
+    T_HIDDEN, T_EARLY, T_LATE, T_QKV = ROOMS
     C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
     C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
-    C_INNER: gl.constexpr = num_chunks(INNER, WORDS)
+    C_EARLY: gl.constexpr = num_early_chunks(INNER, WORDS)
+    EARLY: gl.constexpr = C_EARLY * tile_inputs(WORDS)
+    C_LATE: gl.constexpr = num_chunks(INNER, WORDS) - C_EARLY
     program = gl.program_id(0)
     kind = rows_ptr.dtype.element_ty
 
@@ -281,24 +316,31 @@ def _multiply_all(
     before = _add_product(parts, before, scale * power, gain, output, inside, rows_ptr, squares_ptr)
     _publish(counters)
 
-    inner_tile = gl.expand_dims(gl.arange(0, T_INNER, layout=OF_TILE), 1)
-    inner = (program + inner_tile * NUM) * (TILE // 2) + half
-    in_inner = inner < INNER
-    gate_scale = _load_scales(gate_up_scales_ptr, inner, in_inner)
-    up_scale = _load_scales(gate_up_scales_ptr, INNER + inner, in_inner)
+    ROUNDS: gl.constexpr = num_rounds(EARLY, NUM)
+    END: gl.constexpr = num_rounds(INNER, NUM)
+    early = _gated_outputs(gate_up_scales_ptr, 0, ROUNDS, T_EARLY, INNER, NUM)
+    late = _gated_outputs(gate_up_scales_ptr, ROUNDS, END, T_LATE, INNER, NUM)
     _wait_for(counters, NUM)
     power = _prepare(memory, rows_ptr, squares_ptr, eps, HIDDEN, NUM, True, WORDS)
-    multiply(parts, memory, after_out, after_gate_up, C_HIDDEN, WORDS, HALF_SCALES)
-    gate, up = _load_halves(parts, T_INNER)
-    result = _gated(gate * (gate_scale * power), up * (up_scale * power), kind)
-    gl.store(inner_ptr + inner, result.to(kind), mask=in_inner)
-    _publish(counters + 1)
+    after_early = gl.minimum(after_out + ROUNDS * C_HIDDEN, after_gate_up)
+    if EARLY:
+        multiply(parts, memory, after_out, after_early, C_HIDDEN, WORDS, HALF_SCALES)
+        _store_gated(parts, power, early, inner_ptr)
+        _publish(counters + 1)
+    multiply(parts, memory, after_early, after_gate_up, C_HIDDEN, WORDS, HALF_SCALES)
+    _store_gated(parts, power, late, inner_ptr)
+    _publish(counters + 2)
 
     scale = _load_scales(down_scales_ptr, output, inside)
     gain = gl.load(next_gain_ptr + output, mask=inside, other=0.0).to(gl.float32)
-    _wait_for(counters + 1, NUM)
-    power = _prepare(memory, inner_ptr, squares_ptr, eps, INNER, NUM, False, WORDS)
-    multiply(parts, memory, after_gate_up, after_down, C_INNER, WORDS, HALF_SCALES)
+    if EARLY:
+        _wait_for(counters + 1, NUM)
+        power = _prepare(memory, inner_ptr, squares_ptr, eps, EARLY, NUM, False, WORDS)
+        multiply(parts, memory, after_gate_up, after_early_down, C_EARLY, WORDS, HALF_SCALES)
+        before += _load_sums(parts, T_HIDDEN) * (scale * power)
+    _wait_for(counters + 2, NUM)
+    power = _prepare(memory, inner_ptr + EARLY, squares_ptr, eps, INNER - EARLY, NUM, False, WORDS)
+    multiply(parts, memory, after_early_down, after_down, C_LATE, WORDS, HALF_SCALES)
     next_rows, next_squares = rows_ptr + HIDDEN, squares_ptr + NUM
     total = _add_product(
         parts, before, scale * power, gain, output, inside, next_rows, next_squares
@@ -307,7 +349,7 @@ def _multiply_all(
     # Before the counter: attention copies KV while programs wait for it.
     run(LET_NEXT_START)
     if HAS_QKV:
-        _publish(counters + 2)
+        _publish(counters + 3)
         qkv_tile = program + gl.expand_dims(gl.arange(0, T_QKV, layout=OF_TILE), 1) * NUM
         head = qkv_tile // (D // TILE)
         dim = qkv_tile % (D // TILE) * (TILE // 2) + half
@@ -318,7 +360,7 @@ def _multiply_all(
         angle_at = cos_sin + position * D + dim
         cos = gl.load(angle_at, mask=placed & in_heads, other=0.0)
         sin = gl.load(angle_at + D // 2, mask=placed & in_heads, other=0.0)
-        _wait_for(counters + 2, NUM)
+        _wait_for(counters + 3, NUM)
         power = _prepare(memory, next_rows, next_squares, next_eps, HIDDEN, NUM, True, WORDS)
         multiply(parts, memory, after_down, after_qkv, C_HIDDEN, WORDS, HALF_SCALES)
         first, second = _load_halves(parts, T_QKV)
@@ -393,12 +435,14 @@ def chain_kernel(
     HAS_QKV: gl.constexpr,
     BIAS: gl.constexpr,
     T_HIDDEN: gl.constexpr,
-    T_INNER: gl.constexpr,
+    T_EARLY: gl.constexpr,
+    T_LATE: gl.constexpr,
     T_QKV: gl.constexpr,
     WORDS: gl.constexpr,
     HALF_SCALES: gl.constexpr,
     STAGES: gl.constexpr,
     AHEAD: gl.constexpr,
+    AHEAD_WAITING: gl.constexpr,
     NUM: gl.constexpr,
 ):
     """out, gate and up, down, and qkv of the next layer, for one row.
@@ -421,31 +465,34 @@ def chain_kernel(
     program = gl.program_id(0)
     C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
     C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
-    C_INNER: gl.constexpr = num_chunks(INNER, WORDS)
+    C_EARLY: gl.constexpr = num_early_chunks(INNER, WORDS)
+    C_LATE: gl.constexpr = num_chunks(INNER, WORDS) - C_EARLY
     QKV: gl.constexpr = (H + 2 * HKV) * D if HAS_QKV else 0
-    T_MOST: gl.constexpr = max(T_HIDDEN, T_INNER, T_QKV)
+    T_MOST: gl.constexpr = max(T_HIDDEN, T_EARLY, T_LATE, T_QKV)
 
-    memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_INNER), WORDS)
+    memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_EARLY, C_LATE), WORDS)
     parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], _LINEAR_2)
 
     after_out = (HIDDEN // TILE - program + NUM - 1) // NUM * C_HEADS
     after_gate_up = after_out + (2 * INNER // TILE - program + NUM - 1) // NUM * C_HIDDEN
-    after_down = after_gate_up + (HIDDEN // TILE - program + NUM - 1) // NUM * C_INNER
+    num_hidden = (HIDDEN // TILE - program + NUM - 1) // NUM
+    after_early_down = after_gate_up + num_hidden * C_EARLY
+    after_down = after_early_down + num_hidden * C_LATE
     after_qkv = after_down
     if HAS_QKV:
         after_qkv += (QKV // TILE - program + NUM - 1) // NUM * C_HIDDEN
     weights = (out_weight, gate_up_weight, down_weight, qkv_weight)
     factors = (out_factors, gate_up_factors, down_factors, qkv_factors)
-    ends = (after_out, after_gate_up, after_down, after_qkv)
+    ends = (after_out, after_gate_up, after_early_down, after_down, after_qkv)
     asked = (weights, factors, ends)
-    SIZES: gl.constexpr = (C_HEADS, C_HIDDEN, C_INNER, D, NUM, AHEAD)
+    SIZES: gl.constexpr = (C_HEADS, C_HIDDEN, C_EARLY, C_LATE, D, NUM, AHEAD, AHEAD_WAITING)
     rows = (attended_ptr, residual_ptr, rows_ptr, squares_ptr, inner_ptr, counters)
     scales = (out_scales_ptr, gate_up_scales_ptr, down_scales_ptr, qkv_scales_ptr)
     norms = (gain_ptr, eps, next_gain_ptr, next_eps)
     token = (positions, table_rows, tables, stride_table, cos_sin, qkv_bias_ptr)
     stored = (q_ptr, k_cache, v_cache, stride_page)
     shape: gl.constexpr = (HIDDEN, HEADS, INNER, H, HKV, D, PAGE)
-    rooms: gl.constexpr = (T_HIDDEN, T_INNER, T_QKV)
+    rooms: gl.constexpr = (T_HIDDEN, T_EARLY, T_LATE, T_QKV)
     gl.warp_specialize(
         [
             (

@@ -82,6 +82,21 @@ def num_chunks(size, words):
     return -(-size // tile_inputs(words))
 
 
+@gluon.constexpr_function
+def num_early_chunks(inner, words):
+    """Chunks of the results of gate and up that down multiplies before it waits for the others.
+
+    The other products of gate and up follow while programs exchange these results, and the products
+    of these results while they exchange the others. So both exchanges take no time."""
+    return num_chunks(inner, words) * 3 // 4
+
+
+@gluon.constexpr_function
+def num_rounds(results, num):
+    """Tiles of gate and up of each of `num` programs that the first `results` results need."""
+    return -(-results // (TILE.value // 2 * num))
+
+
 @gluon.jit
 def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
     """A ring of tiles, barriers of full and of empty places, and x in chunks of a tile's inputs.
@@ -113,16 +128,16 @@ def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _copy(memory, turn, weight, factors, chunk, group, output, AHEAD: gl.constexpr):
+def _copy(memory, turn, weight, factors, chunk, group, output, ahead):
     """Copy a tile to the ring in two halves. `group`, `output`: its place, see `chain.Tiles`.
 
-    At most AHEAD halves are on their way at the same time."""
+    At most `ahead` halves are on their way at the same time."""
     ring, full = memory[0], memory[1]
     HALVES: gl.constexpr = ring.shape[0]
     SLICES: gl.constexpr = ring.shape[1]
     for half in gl.static_range(2):
         index = 2 * turn + half
-        earlier = index - AHEAD
+        earlier = index - ahead
         if earlier >= 0:
             mbarrier.wait(full.index(earlier % HALVES), earlier // HALVES & 1)
         place = index % HALVES
@@ -138,14 +153,26 @@ def _copy(memory, turn, weight, factors, chunk, group, output, AHEAD: gl.constex
 
 
 @gluon.jit
+def _ahead_of(index, memory, AHEAD: gl.constexpr, AHEAD_WAITING: gl.constexpr):
+    """The most halves on their way while a product's tile is copied.
+
+    The first tiles fill the ring while programs wait for each other."""
+    STAGES: gl.constexpr = memory[0].shape[0] // 2
+    ahead = gl.to_tensor(AHEAD)
+    if index < STAGES:
+        ahead = gl.to_tensor(AHEAD_WAITING)
+    return ahead
+
+
+@gluon.jit
 def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
     """Copy the tile of a turn.
 
     asked  weights, their factors, and the first turn after each product
-    SIZES  tiles of an output of HEADS, HIDDEN and INNER inputs, D, and NUM and AHEAD of
-           `chain_kernel`"""
+    SIZES  tiles of an output of HEADS and HIDDEN inputs, and of the early and the late part of
+           INNER inputs; D, NUM, AHEAD and AHEAD_WAITING of `chain_kernel`"""
     weights, factors, ends = asked
-    C_HEADS, C_HIDDEN, C_INNER, D, NUM, AHEAD = SIZES
+    C_HEADS, C_HIDDEN, C_EARLY, C_LATE, D, NUM, AHEAD, AHEAD_WAITING = SIZES
     program = gl.program_id(0)
     HALF: gl.constexpr = TILE // 2
     if turn < ends[0]:
@@ -153,18 +180,25 @@ def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
         _copy(memory, turn, weights[0], factors[0], chunk, tile, 0, AHEAD)
     elif turn < ends[1]:
         index = turn - ends[0]
+        ahead = _ahead_of(index, memory, AHEAD, AHEAD_WAITING)
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
-        _copy(memory, turn, weights[1], factors[1], chunk, 0, tile * HALF, AHEAD)
+        _copy(memory, turn, weights[1], factors[1], chunk, 0, tile * HALF, ahead)
     elif turn < ends[2]:
+        EARLY_TILES: gl.constexpr = max(C_EARLY, 1)  # Without early chunks, the turn is later.
         index = turn - ends[1]
-        chunk, tile = index % C_INNER, program + index // C_INNER * NUM
+        chunk, tile = index % EARLY_TILES, program + index // EARLY_TILES * NUM
+        _copy(memory, turn, weights[2], factors[2], chunk, tile, 0, AHEAD)
+    elif turn < ends[3]:
+        index = turn - ends[2]
+        chunk, tile = C_EARLY + index % C_LATE, program + index // C_LATE * NUM
         _copy(memory, turn, weights[2], factors[2], chunk, tile, 0, AHEAD)
     else:
-        index = turn - ends[2]
+        index = turn - ends[3]
+        ahead = _ahead_of(index, memory, AHEAD, AHEAD_WAITING)
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
         OF_HEAD: gl.constexpr = D // TILE
         output = tile % OF_HEAD * HALF
-        _copy(memory, turn, weights[3], factors[3], chunk, tile // OF_HEAD, output, AHEAD)
+        _copy(memory, turn, weights[3], factors[3], chunk, tile // OF_HEAD, output, ahead)
 
 
 @gluon.jit
@@ -318,6 +352,6 @@ def copy_tiles(memory, asked, SIZES: gl.constexpr):
     """The work of a warp besides those that multiply: copy the tiles of all turns to the ring."""
     ring, empty = memory[0], memory[2]
     STAGES: gl.constexpr = ring.shape[0] // 2
-    for turn in range(asked[2][3]):
+    for turn in range(asked[2][4]):
         mbarrier.wait(empty.index(turn % STAGES), (turn // STAGES & 1) ^ 1)
         _copy_turn(memory, asked, turn, SIZES)
