@@ -447,7 +447,8 @@ def chain_kernel(
 ):
     """out, gate and up, down, and qkv of the next layer, for one row.
 
-    Its NUM programs meet after each product.
+    Its NUM programs meet after out and down. They exchange the results of gate and up in two parts,
+    and multiply other tiles meanwhile.
 
     attended       [HEADS]
     residual       [HIDDEN], updated
@@ -456,11 +457,12 @@ def chain_kernel(
     rows           [2, HIDDEN]: the residual after out and down, times gain or next_gain
     squares        float32 [2, NUM], sums of squares of parts of the residual
     inner          [INNER]
-    counters       int32 [3], zeros
+    counters       int32 [4], zeros
     T_*            at least the number of tiles of a program; powers of two
     HALF_SCALES    scales of words are float16; else bfloat16
     STAGES         tiles in the ring
     AHEAD          halves of tiles that are copied at the same time
+    AHEAD_WAITING  the same while programs wait for each other
     other arguments: see `row_qkv_kernel`"""
     program = gl.program_id(0)
     C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)

@@ -184,9 +184,9 @@ def _copy_turn(memory, asked, turn, SIZES: gl.constexpr):
         chunk, tile = index % C_HIDDEN, program + index // C_HIDDEN * NUM
         _copy(memory, turn, weights[1], factors[1], chunk, 0, tile * HALF, ahead)
     elif turn < ends[2]:
-        EARLY_TILES: gl.constexpr = max(C_EARLY, 1)  # Without early chunks, the turn is later.
+        CHUNKS: gl.constexpr = max(C_EARLY, 1)  # Without early chunks, the turn is later.
         index = turn - ends[1]
-        chunk, tile = index % EARLY_TILES, program + index // EARLY_TILES * NUM
+        chunk, tile = index % CHUNKS, program + index // CHUNKS * NUM
         _copy(memory, turn, weights[2], factors[2], chunk, tile, 0, AHEAD)
     elif turn < ends[3]:
         index = turn - ends[2]
