@@ -68,11 +68,12 @@ def _allocate(D: gl.constexpr):
 
 
 @gluon.jit
-def _ask(
-    index, count, memory, keys, values, table, kv_first, HKV: gl.constexpr, PAGE: gl.constexpr
-):
-    """Start to copy the tile of an index, if there is one."""
+def _ask(index, count, memory, source, HKV: gl.constexpr, PAGE: gl.constexpr):
+    """Start to copy the tile of an index, if there is one.
+
+    source  keys, values, the block table, and the first key of the program"""
     k_smem, v_smem, full = memory
+    keys, values, table, kv_first = source
     D: gl.constexpr = k_smem.shape[1]
     if index < count:
         first = kv_first + index * KEYS
@@ -188,17 +189,17 @@ def attend_early(
         run(WAIT_FOR_PREVIOUS)
         return
     memory = _allocate(D)
-    table = tables + table_row * stride_table
+    source = (keys, values, tables + table_row * stride_table, kv_first)
     position = gl.load(positions)
     end = gl.minimum(kv_end, position + 1)
     count = gl.maximum(end - kv_first + KEYS - 1, 0) // KEYS
     # The tile with the newest KV waits for the previous kernel, which writes it.
     num_old = gl.maximum(gl.minimum(position, end) - kv_first, 0) // KEYS
     taken = _no_tile(D)
-    _ask(0, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
+    _ask(0, num_old, memory, source, H // G, PAGE)
     if num_old > 0:
         taken = _take(0, memory)
-        _ask(1, num_old, memory, keys, values, table, kv_first, H // G, PAGE)
+        _ask(1, num_old, memory, source, H // G, PAGE)
 
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, _SCORES))
     head = gl.program_id(0) * G + row
@@ -206,7 +207,7 @@ def attend_early(
     slot = gl.load(slot_of + gl.maximum(slot_first, 0), mask=slot_first >= 0, other=0)
     run(WAIT_FOR_PREVIOUS)
     if num_old < 2:
-        _ask(num_old, count, memory, keys, values, table, kv_first, H // G, PAGE)
+        _ask(num_old, count, memory, source, H // G, PAGE)
     q = _load_q(q_ptr + gl.program_id(0) * G * D, live, D)
     acc = ()
     for _ in gl.static_range(0, D, HALF):
@@ -219,7 +220,7 @@ def attend_early(
         state = _attend(q, state, taken, kv_first + index * KEYS, end, scale_log2)
         if index + 1 < count:
             taken = _take(index + 1, memory)
-            _ask(index + 2, count, memory, keys, values, table, kv_first, H // G, PAGE)
+            _ask(index + 2, count, memory, source, H // G, PAGE)
     if not EARLY:
         run(LET_NEXT_START)
 

@@ -25,6 +25,7 @@ from parrot.engine.kernels.linear.chain_tiles import (
     WARPS,
     num_chunks,
     num_early_chunks,
+    num_late_chunks,
     num_rounds,
     tile_inputs,
 )
@@ -42,8 +43,8 @@ _SHARED_BYTES = 190 << 10
 MAX_REGISTERS = 104
 _STAGES = (5, 4, 3)  # Tiles in the ring of a program: the first number that fits.
 # Halves of tiles that a program copies at the same time. With 2, the memory is not always busy.
-# With more, the loads of attention wait behind these copies. While programs wait for each other,
-# their stores, counters and loads of x also wait for fewer copies.
+# With 4, the loads of attention wait behind more copies. While programs wait for each other, their
+# stores, counters and loads of x wait behind these copies too, so there are fewer.
 _AHEAD, _AHEAD_WAITING = 3, 2
 
 
@@ -209,8 +210,7 @@ class _Launch:
         """The shared memory of a program: for tiles, x, and the parts of sums."""
         has_words = self._layer.has_words
         hidden, heads, inner = self._layer.sizes
-        early = num_early_chunks(inner, has_words)
-        late = num_chunks(inner, has_words) - early
+        early, late = num_early_chunks(inner, has_words), num_late_chunks(inner, has_words)
         chunks = max(num_chunks(max(hidden, heads), has_words), early, late)
         num_inputs: int = chunks * tile_inputs(has_words)
         tile_bytes, x_bytes = _TILE_BYTES, num_inputs

@@ -18,6 +18,7 @@ from parrot.engine.kernels.linear.chain_tiles import (
     multiply,
     num_chunks,
     num_early_chunks,
+    num_late_chunks,
     num_rounds,
     store_codes,
     store_numbers,
@@ -293,7 +294,7 @@ def _multiply_all(
     C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
     C_EARLY: gl.constexpr = num_early_chunks(INNER, WORDS)
     EARLY: gl.constexpr = C_EARLY * tile_inputs(WORDS)
-    C_LATE: gl.constexpr = num_chunks(INNER, WORDS) - C_EARLY
+    C_LATE: gl.constexpr = num_late_chunks(INNER, WORDS)
     program = gl.program_id(0)
     kind = rows_ptr.dtype.element_ty
 
@@ -468,16 +469,16 @@ def chain_kernel(
     C_HEADS: gl.constexpr = num_chunks(HEADS, WORDS)
     C_HIDDEN: gl.constexpr = num_chunks(HIDDEN, WORDS)
     C_EARLY: gl.constexpr = num_early_chunks(INNER, WORDS)
-    C_LATE: gl.constexpr = num_chunks(INNER, WORDS) - C_EARLY
+    C_LATE: gl.constexpr = num_late_chunks(INNER, WORDS)
     QKV: gl.constexpr = (H + 2 * HKV) * D if HAS_QKV else 0
     T_MOST: gl.constexpr = max(T_HIDDEN, T_EARLY, T_LATE, T_QKV)
 
     memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_EARLY, C_LATE), WORDS)
     parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], _LINEAR_2)
 
-    after_out = (HIDDEN // TILE - program + NUM - 1) // NUM * C_HEADS
-    after_gate_up = after_out + (2 * INNER // TILE - program + NUM - 1) // NUM * C_HIDDEN
     num_hidden = (HIDDEN // TILE - program + NUM - 1) // NUM
+    after_out = num_hidden * C_HEADS
+    after_gate_up = after_out + (2 * INNER // TILE - program + NUM - 1) // NUM * C_HIDDEN
     after_early_down = after_gate_up + num_hidden * C_EARLY
     after_down = after_early_down + num_hidden * C_LATE
     after_qkv = after_down

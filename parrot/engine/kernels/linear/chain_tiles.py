@@ -84,11 +84,17 @@ def num_chunks(size, words):
 
 @gluon.constexpr_function
 def num_early_chunks(inner, words):
-    """Chunks of the results of gate and up that down multiplies before it waits for the others.
+    """Chunks of the results of gate and up that down multiplies first.
 
-    The other products of gate and up follow while programs exchange these results, and the products
-    of these results while they exchange the others. So both exchanges take no time."""
+    Programs compute the late results while they exchange the early ones. They multiply the early
+    ones while they exchange the late ones. So they wait for neither."""
     return num_chunks(inner, words) * 3 // 4
+
+
+@gluon.constexpr_function
+def num_late_chunks(inner, words):
+    """The other chunks of the results of gate and up."""
+    return num_chunks(inner, words) - num_early_chunks(inner, words)
 
 
 @gluon.constexpr_function
