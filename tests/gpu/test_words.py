@@ -137,13 +137,14 @@ def test_a_layer_of_products(rows: int, other: tuple[int, int, bool] | None) -> 
     assert float(error) < 0.004
 
 
+@pytest.mark.parametrize("group", [64, 128])
 @pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized"])
 def test_greedy_tokens_of_four_bit_and_bfloat16_weights_are_nearly_equal(
-    tmp_path: Path, kind: str
+    tmp_path: Path, kind: str, group: int
 ) -> None:
     """Decodes run in graphs, for one sequence and for several, at once and in chunks."""
     plain = make_tiny_model(tmp_path / "plain", "llama", overrides=SIZES)
-    quantise_folder(plain, tmp_path / "model", kind, 64)
+    quantise_folder(plain, tmp_path / "model", kind, group)
     packed, packed_memory = outputs(tmp_path / "model", "auto")
     numbers, memory = outputs(tmp_path / "model", "bfloat16")
     assert packed_memory < 0.6 * memory

@@ -5,6 +5,7 @@ import triton
 
 from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused_kernels import (
+    add_parts_kernel,
     add_rms_norm_kernel,
     rope_and_store_kernel,
     silu_mul_kernel,
@@ -17,7 +18,9 @@ _SILU_BLOCK = 1024  # Columns that a program of `silu_mul` computes.
 # does so in blocks. A row at once would take more than 32 registers of 1024 threads, and only one
 # program would fit a multiprocessor.
 _CODES_BLOCK = {"BLOCK": 2048, "num_warps": 8, "maxnreg": 80}
-_ROPE_HEADS = 8  # Heads that a program of `rope_and_store` rotates.
+_PARTS_BLOCK = 512  # Columns that a program of `add_parts` computes.
+# Heads that a program of `rope_and_store` rotates, and its warps. Parts have more bytes.
+_ROPE_TILE, _ROPE_PARTS_TILE = (8, 2), (2, 1)
 _FEW_TOKENS = 8  # Up to this number of tokens, the next kernel starts early (`EARLY`).
 
 
@@ -70,6 +73,38 @@ def add_rms_norm(
     return out
 
 
+def add_parts(
+    parts: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual += the sum of parts, in place. Returns rms_norm(residual) * weight before the
+    division by the root mean square, and sums of squares of blocks of the residual: see
+    `products.UndividedRows`.
+
+    Several programs share a row, so few rows with many parts are faster than with `add_rms_norm`.
+
+    parts  float32 [parts, rows, size]"""
+    num_rows, size = residual.shape
+    assert parts.shape[1:] == residual.shape, (parts.shape, residual.shape)
+    assert parts.is_contiguous()
+    assert residual.is_contiguous()
+    blocks = triton.cdiv(size, _PARTS_BLOCK)
+    out, squares = torch.empty_like(residual), parts.new_empty(num_rows, blocks)
+    add_parts_kernel[(blocks, num_rows)](
+        parts,
+        residual,
+        weight,
+        out,
+        squares,
+        parts.stride(0),
+        SIZE=size,
+        BLOCK=_PARTS_BLOCK,
+        PARTS=len(parts),
+        num_warps=4,
+        **early_launch(starts_early(residual.device)),
+    )
+    return out, squares
+
+
 def rope_and_store(
     qkv: torch.Tensor,
     kv: KVView,
@@ -80,25 +115,34 @@ def rope_and_store(
     *,
     keep_k: bool = False,
     factors: Factors | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, NewKV]:
     """Rotate q in place, and write k and v to the cache.
 
     Returns views of `qkv`: q [tokens, heads, dim], and the new k and v. With `keep_k`, k is also
     rotated in place. With a quantised cache, k and v are then the numbers that the cache stores.
 
-    qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous
+    qkv         [tokens, (heads + 2 kv_heads) * head_dim], rows contiguous; or parts float32
+                [parts, tokens, ...] whose sum it is. The views are then of a new tensor of type
+                `dtype`, in which k and v are undefined without `keep_k`
     kv          the layer's cache, block tables and the tokens' positions
     table_rows  int32 [tokens]: each token's row of the block tables; negative to skip the token
     cos_sin     float32 [positions, head_dim]: cosines, then sines, of half the dimensions
     factors     those of qkv"""
     num_heads = shape.num_heads + 2 * shape.num_kv_heads
-    assert qkv.shape[1] == num_heads * shape.head_dim, (qkv.shape, shape)
-    assert qkv.stride(1) == 1
+    assert qkv.shape[-1] == num_heads * shape.head_dim, (qkv.shape, shape)
+    assert qkv.stride(-1) == 1
     kv.check()
     assert cos_sin.is_contiguous()
     assert cos_sin.dtype == torch.float32
-    rope_and_store_kernel[(len(qkv), triton.cdiv(num_heads, _ROPE_HEADS))](
+    parts, out = 0, qkv
+    if qkv.dim() == 3:
+        parts, out = len(qkv), qkv.new_empty(qkv.shape[1:], dtype=dtype)
+    num_tokens = len(out)
+    heads, warps = _ROPE_PARTS_TILE if parts else _ROPE_TILE
+    rope_and_store_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         qkv,
+        out,
         kv.positions,
         table_rows,
         kv.tables,
@@ -111,25 +155,27 @@ def rope_and_store(
         kv.v_exponents,
         *_arrays_of(factors),
         0.0 if norm is None else norm.eps,
-        qkv.stride(0),
+        qkv.stride(-2),
+        qkv.stride(0) if parts else 0,
+        out.stride(0),
         kv.k.stride(0),
         kv.tables.stride(0),
         H=shape.num_heads,
         HKV=shape.num_kv_heads,
         D=shape.head_dim,
         PAGE=shape.page_size,
-        HEADS=_ROPE_HEADS,
+        HEADS=heads,
+        PARTS=parts,
         WITH_NORM=norm is not None,
         KEEP_K=keep_k,
         QUANTISED=kv.is_quantised,
         FACTORS=factors is not None,
-        EARLY=len(qkv) <= _FEW_TOKENS,
-        num_warps=2,
+        EARLY=num_tokens <= _FEW_TOKENS,
+        num_warps=warps,
         **early_launch(starts_early(qkv.device)),
     )
-    heads = qkv.view(len(qkv), num_heads, shape.head_dim)
     sizes = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
-    q, k, v = torch.split(heads, sizes, dim=1)
+    q, k, v = torch.split(out.view(num_tokens, num_heads, shape.head_dim), sizes, dim=1)
     return q, NewKV(k, v)
 
 

@@ -85,8 +85,47 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
+def add_parts_kernel(
+    parts_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    squares_ptr,
+    stride_part,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Program (block of BLOCK columns, row): residual += the sum of parts, out = residual * weight.
+
+    squares    float32 [rows, programs]: the sums of the squares of the residual
+    DEPENDENT  the previous kernel, which writes the parts and the residual, may still run"""
+    row = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < SIZE
+    part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None]
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = row * SIZE + column
+    parts_at = parts_ptr + part.to(tl.int64) * stride_part + at[None, :]
+    parts = tl.load(parts_at, mask=inside[None, :] & (part < PARTS), other=0.0)
+    before = tl.load(residual_ptr + at, mask=inside, other=0.0)
+    # Rounded as stored, because the next layer reads the rounded value.
+    kind = residual_ptr.dtype.element_ty
+    total = (tl.sum(parts, 0) + before.to(tl.float32)).to(kind)
+    tl.store(residual_ptr + at, total, mask=inside)
+    total = total.to(tl.float32)
+    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(total * total, 0))
+    tl.store(out_ptr + at, (total * weight.to(tl.float32)).to(kind), mask=inside)
+
+
+@triton.jit
 def rope_and_store_kernel(
     qkv_ptr,
+    out_ptr,
     positions,
     table_rows,
     tables,
@@ -101,6 +140,8 @@ def rope_and_store_kernel(
     scales_ptr,
     eps,
     stride_qkv,
+    stride_part,
+    stride_out,
     stride_page,
     stride_table,
     H: tl.constexpr,
@@ -108,6 +149,7 @@ def rope_and_store_kernel(
     D: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
     WITH_NORM: tl.constexpr,
     KEEP_K: tl.constexpr,
     QUANTISED: tl.constexpr,
@@ -115,13 +157,14 @@ def rope_and_store_kernel(
     EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (token, block of HEADS heads): rotate q and k by the token's position, write q back
-    in place, and k and v to the token's slot in its page.
+    """Program (token, block of HEADS heads): rotate q and k by the token's position, write q to
+    out, and k and v to the token's slot in its page.
 
+    PARTS      qkv is the sum of PARTS tensors, and out is another tensor; 0: out is qkv
     WITH_NORM  first apply the RMS norm to each head of q and k
-    KEEP_K     also write k back in place
-    QUANTISED  pages store codes and exponents (`quantised_kernels`); KEEP_K writes back the
-               dequantised k and v
+    KEEP_K     also write k to out, and v unless it is there
+    QUANTISED  pages store codes and exponents (`quantised_kernels`); KEEP_K writes the dequantised
+               k and v
     FACTORS    qkv is to be multiplied by powers [tokens] and scales [outputs] first
     DEPENDENT  the previous kernel, which writes qkv, may still run
     EARLY      the next kernel may start at once, which is faster for few tokens
@@ -130,19 +173,25 @@ def rope_and_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     table_row = tl.load(table_rows + token)
     position = tl.load(positions + token)
+    is_token = table_row >= 0  # Else it is padding of a CUDA graph, with any position.
+    position = tl.where(is_token, position, 0)
+    page = tl.load(tables + table_row * stride_table + position // PAGE, mask=is_token, other=0)
     if DEPENDENT:
         gdc_wait()
     if DEPENDENT and EARLY:
         gdc_launch_dependents()
-    if table_row < 0:  # Padding of a CUDA graph.
-        return
-    page = tl.load(tables + table_row * stride_table + position // PAGE)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     half = tl.arange(0, D // 2)
     inside = (head < H + 2 * HKV)[:, None] & (half < D // 2)[None, :]
+    kind = out_ptr.dtype.element_ty
     at = qkv_ptr + token * stride_qkv + head[:, None] * D + half[None, :]
     x1 = tl.load(at, mask=inside, other=0.0)
     x2 = tl.load(at + D // 2, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        x1 += tl.load(at + part * stride_part, mask=inside, other=0.0)
+        x2 += tl.load(at + part * stride_part + D // 2, mask=inside, other=0.0)
+    x1 = x1.to(kind)
+    x2 = x2.to(kind)
     if FACTORS:
         power = tl.load(powers_ptr + token)
         scales_at = scales_ptr + head[:, None] * D + half[None, :]
@@ -162,12 +211,15 @@ def rope_and_store_kernel(
         y2 = y2 * scale * tl.where(is_q, q2, k2)
     cos = tl.load(cos_sin + position * D + half)[None, :]
     sin = tl.load(cos_sin + position * D + D // 2 + half)[None, :]
-    kind = qkv_ptr.dtype.element_ty
     r1 = (y1 * cos - y2 * sin).to(kind)
     r2 = (y2 * cos + y1 * sin).to(kind)
     k1 = r1
     k2 = r2
-    NUM_BACK: tl.constexpr = H + (HKV if KEEP_K else 0) + (HKV if KEEP_K and QUANTISED else 0)
+    KEEP_V: tl.constexpr = KEEP_K and (QUANTISED or PARTS > 0)
+    NUM_OUT: tl.constexpr = H + (HKV if KEEP_K else 0) + (HKV if KEEP_V else 0)
+    if KEEP_V and not QUANTISED:
+        r1 = tl.where(is_v[:, None], x1, r1)
+        r2 = tl.where(is_v[:, None], x2, r2)
     if QUANTISED:
         n1 = tl.where(is_v[:, None], x1, r1).to(tl.float32)
         n2 = tl.where(is_v[:, None], x2, r2).to(tl.float32)
@@ -182,9 +234,11 @@ def rope_and_store_kernel(
             rotated = (head < H)[:, None]
             r1 = tl.where(rotated, r1, (numbers_of(x1, True) * power).to(kind))
             r2 = tl.where(rotated, r2, (numbers_of(x2, True) * power).to(kind))
-    to_qkv = inside & (head < NUM_BACK)[:, None]
-    tl.store(at, r1, mask=to_qkv)
-    tl.store(at + D // 2, r2, mask=to_qkv)
+    inside &= is_token
+    to_out = inside & (head < NUM_OUT)[:, None]
+    out_at = out_ptr + token * stride_out + head[:, None] * D + half[None, :]
+    tl.store(out_at, r1, mask=to_out)
+    tl.store(out_at + D // 2, r2, mask=to_out)
     kv_head = tl.where(is_v, head - H - HKV, head - H)
     place = page.to(tl.int64) * stride_page + (kv_head * PAGE + position % PAGE).to(tl.int64) * D
     k_at = k_cache + place[:, None] + half[None, :]
@@ -197,9 +251,10 @@ def rope_and_store_kernel(
     tl.store(v_at + D // 2, x2, mask=to_v)
     if QUANTISED:
         row = page.to(tl.int64) * (HKV * PAGE) + kv_head * PAGE + position % PAGE
-        is_k = (head >= H) & (head < H + HKV)
+        is_k = is_token & (head >= H) & (head < H + HKV)
+        is_v = is_token & is_v & (head < H + 2 * HKV)
         tl.store(k_exponents + row, exponent.to(tl.uint8), mask=is_k)
-        tl.store(v_exponents + row, exponent.to(tl.uint8), mask=is_v & (head < H + 2 * HKV))
+        tl.store(v_exponents + row, exponent.to(tl.uint8), mask=is_v)
 
 
 @triton.jit

@@ -174,7 +174,14 @@ class FusedDecoder:
             return qkv.rotated(x, where), None
         keep_k = bool(plan.buffers.work.dense)
         product, factors = qkv.unscaled(x)
-        return rope_and_store(product, *where, layer.head_norm, keep_k=keep_k, factors=factors)
+        return rope_and_store(
+            product,
+            *where,
+            layer.head_norm,
+            keep_k=keep_k,
+            factors=factors,
+            dtype=self._embed.dtype,
+        )
 
 
 def _chain_of(layers: Sequence[FusedLayer], model: Decoder) -> "RowChain | None":

@@ -74,7 +74,9 @@ class LayerWeight(ABC):
         out.copy_(self(x))
 
     def unscaled(self, x: Rows) -> tuple[torch.Tensor, Factors | None]:
-        """The product, and the factors that it has yet to be multiplied by."""
+        """The product, and the factors that it has yet to be multiplied by.
+
+        Or parts of the product, float32 [parts, rows, outputs]."""
         return self(x), None
 
     def for_chain(self) -> "ChainWeight | None":

@@ -1,13 +1,16 @@
 """Weights in codes with the products of the Triton kernels."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import AttentionShape
-from parrot.engine.kernels.fused import add_rms_norm
-from parrot.engine.kernels.linear.products import Rows
+from parrot.engine.kernels.fused import add_parts, add_rms_norm
+from parrot.engine.kernels.launch import is_hopper
+from parrot.engine.kernels.linear.products import Rows, UndividedRows
+from parrot.engine.kernels.linear.tiles import FEW_ROWS
 from parrot.engine.kernels.linear.words import (
     words_add_and_norm,
     words_linear,
@@ -16,8 +19,14 @@ from parrot.engine.kernels.linear.words import (
 )
 from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
+from parrot.engine.kernels.row_codes import CodedRows, Factors
 from parrot.engine.models.fused_weights import UnroundedWeight, Where, rows_of
 from parrot.engine.models.layers import RMSNorm
+
+if TYPE_CHECKING:
+    from parrot.engine.kernels.linear.warp_groups import WarpGroupProduct
+
+_FEW_GROUPED_ROWS = 128  # `most_rows` on warp groups.
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +42,17 @@ class WordsWeight(UnroundedWeight):
     def __call__(self, x: Rows) -> torch.Tensor:
         return words_product(x, self.matrix, self.bias)
 
+    def unscaled(self, x: Rows) -> tuple[torch.Tensor, Factors | None]:
+        grouped = self._on_warp_groups(x)
+        if grouped is None or grouped.num_splits == 1 or not self.are_few(x):
+            return self(x), None
+        return self._parts(x, grouped.num_splits), None
+
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
-        if not self.are_few(x):
+        num_rows = len(rows_of(x))
+        if not 0 < num_rows <= FEW_ROWS or self._on_warp_groups(x) is not None:
             return False
-        tile = WordsProduct.of(len(rows_of(x)), self.matrix).tile()
+        tile = WordsProduct.of(num_rows, self.matrix).tile()
         return shape.head_dim % tile["BN"] == 0
 
     def rotated(self, x: Rows, where: Where) -> torch.Tensor:
@@ -49,23 +65,81 @@ class WordsWeight(UnroundedWeight):
     def num_outputs(self) -> int:
         return self.matrix.outputs
 
+    @property
+    def most_rows(self) -> int:
+        is_grouped = self.ranks is None and _has_warp_groups(self.matrix)
+        return _FEW_GROUPED_ROWS if is_grouped else FEW_ROWS
+
     def _few(self, x: Rows, out: torch.Tensor, *, silu: bool = False) -> torch.Tensor:
-        return words_linear(x, self.matrix, out, bias=self.bias, silu=silu)
+        return _product(x, self.matrix, out, bias=self.bias, silu=silu)
 
     def _few_and_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
-        splits = self._num_splits(rows)
-        if splits == 1:
-            gain, eps = norm.weight, norm.eps
+        gain, eps, splits = norm.weight, norm.eps, self._num_splits(rows)
+        is_grouped = self._on_warp_groups(rows) is not None
+        if splits == 1 and not is_grouped:
             return words_add_and_norm(rows, self.matrix, residual, gain, eps, bias=self.bias)
-        parts = rows.new_empty((splits, *residual.shape), dtype=torch.float32)
-        self._few(rows, parts)
-        out = torch.empty_like(residual)
-        return add_rms_norm(parts, residual, norm.weight, norm.eps, out)
+        parts = self._parts(rows, splits)
+        if is_grouped and len(rows) <= FEW_ROWS:  # Products of more rows do not divide.
+            return UndividedRows(*add_parts(parts, residual, gain), eps)
+        return add_rms_norm(parts, residual, gain, eps, torch.empty_like(residual))
+
+    def _parts(self, x: Rows, splits: int) -> torch.Tensor:
+        """Parts of the product, float32 [splits, rows, outputs]."""
+        rows = rows_of(x)
+        shape = splits, len(rows), self.num_outputs
+        return self._few(x, rows.new_empty(shape, dtype=torch.float32))
 
     def _num_splits(self, x: Rows) -> int:
-        if not self.are_few(x) or self.bias is not None:
+        if not self.are_few(x):
+            return 1
+        grouped = self._on_warp_groups(x)
+        if grouped is not None and (self.ranks is None or self.bias is None):
+            return grouped.num_splits
+        if self.bias is not None:
             return 1
         return WordsProduct.of(len(rows_of(x)), self.matrix).num_splits
+
+    def _on_warp_groups(self, x: Rows) -> "WarpGroupProduct | None":
+        return _on_warp_groups(x, self.matrix)
+
+
+def _has_warp_groups(matrix: Words) -> bool:
+    """Whether the device has warp groups, and they support the matrix."""
+    if not is_hopper(matrix.words.device):
+        return False
+    from parrot.engine.kernels.linear.warp_groups import fits_warp_groups  # On Hopper GPUs only.
+
+    return fits_warp_groups(matrix)
+
+
+def _on_warp_groups(x: Rows, matrix: Words) -> "WarpGroupProduct | None":
+    """The shape of the product on warp groups; None if they do not support it."""
+    if isinstance(x, CodedRows) or not len(rows_of(x)) or not _has_warp_groups(matrix):
+        return None
+    from parrot.engine.kernels.linear.warp_groups import WarpGroupProduct, can_read
+
+    if not can_read(x):
+        return None
+    return WarpGroupProduct(len(rows_of(x)), matrix.outputs, matrix.num_blocks)
+
+
+def _product(
+    x: Rows,
+    matrix: Words,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    silu: bool = False,
+) -> torch.Tensor:
+    """Write the product of any number of rows to `out`. See `words_linear`."""
+    grouped, is_whole = _on_warp_groups(x, matrix), out.dim() == 2
+    # A whole product with few outputs has few programs on warp groups.
+    if grouped is None or (is_whole and grouped.num_splits > 1 and not silu):
+        return words_linear(x, matrix, out, bias=bias, silu=silu)
+    from parrot.engine.kernels.linear.warp_groups import warp_group_linear
+
+    assert not isinstance(x, CodedRows)
+    return warp_group_linear(x, matrix, out, bias=bias, silu=silu)
 
 
 def words_product(x: Rows, matrix: Words, bias: torch.Tensor | None) -> torch.Tensor:
@@ -74,4 +148,4 @@ def words_product(x: Rows, matrix: Words, bias: torch.Tensor | None) -> torch.Te
     if len(rows) > WordsProduct.of(len(rows), matrix).most_rows:
         return F.linear(rows, words_numbers(matrix, rows.dtype), bias)
     out = rows.new_empty(len(rows), matrix.outputs)
-    return words_linear(x, matrix, out, bias=bias) if len(rows) else out
+    return _product(x, matrix, out, bias=bias) if len(rows) else out

@@ -214,6 +214,20 @@ def norm_variant(
     )
 
 
+def add_parts_variant() -> dict[str, Any]:
+    from parrot.engine.kernels.fused_kernels import add_parts_kernel
+
+    pointers = dict.fromkeys(("residual_ptr", "weight_ptr", "out_ptr"), "*bf16")
+    pointers |= dict.fromkeys(("parts_ptr", "squares_ptr"), "*fp32")
+    return compile_kernel(
+        add_parts_kernel,
+        {**pointers, "stride_part": "i32"},
+        {"SIZE": 4096, "BLOCK": 512, "PARTS": 8, "DEPENDENT": True},
+        divisible=(*pointers, "stride_part"),
+        num_warps=4,
+    )
+
+
 def rope_variant(
     *,
     with_norm: bool = False,
@@ -224,11 +238,13 @@ def rope_variant(
     gain: str = "*bf16",
     warps: int = 2,
     factors: bool = False,
+    parts: int = 0,
 ) -> dict[str, Any]:
     from parrot.engine.kernels.fused_kernels import rope_and_store_kernel
 
     pointers = {
-        "qkv_ptr": "*bf16",
+        "qkv_ptr": "*fp32" if parts else "*bf16",
+        "out_ptr": "*bf16",
         "positions": "*i32",
         "table_rows": "*i32",
         "tables": "*i32",
@@ -236,8 +252,8 @@ def rope_variant(
         "k_cache": "*bf16",
         "v_cache": "*bf16",
     }
-    constants = {"H": 32, "HKV": 8, "D": dim, "PAGE": 64, "HEADS": 8}
-    constants |= {"WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
+    constants = {"H": 32, "HKV": 8, "D": dim, "PAGE": 64, "HEADS": 2 if parts else 8}
+    constants |= {"PARTS": parts, "WITH_NORM": with_norm, "KEEP_K": keep_k, "DEPENDENT": True}
     constants |= {"QUANTISED": quantised, "EARLY": early}
     exponents = ("k_exponents", "v_exponents")
     if quantised:
@@ -251,12 +267,13 @@ def rope_variant(
     pointers, constants = with_factors(
         pointers, constants, "powers_ptr", "scales_ptr", factors=factors
     )
-    strides = dict.fromkeys(("stride_qkv", "stride_page", "stride_table"), "i32")
+    names = "stride_qkv", "stride_part", "stride_out", "stride_page", "stride_table"
+    strides = dict.fromkeys(names, "i32")
     return compile_kernel(
         rope_and_store_kernel,
         {**pointers, "eps": "fp32", **strides},
         constants,
-        divisible=(*pointers, "stride_qkv", "stride_page"),
+        divisible=(*pointers, "stride_qkv", "stride_part", "stride_out", "stride_page"),
         num_warps=warps,
     )
 
@@ -428,6 +445,39 @@ def words_qkv_variant(
         {**constants, "ASSEMBLY": True, "DEPENDENT": True},
         divisible=(*pointers, "stride_x", "stride_page"),
         num_warps=warps,
+    )
+
+
+def warp_groups_variant(
+    *, rows: int = 64, silu: bool = False, bias: bool = False, parts: int = 0
+) -> dict[str, Any]:
+    from parrot.engine.kernels.linear import warp_group_kernels as kernels
+    from parrot.engine.kernels.linear.warp_groups import MAX_REGISTERS
+
+    descriptors = {
+        "x": f"tensordesc<bf16[{rows}, 128],{kernels.COPIED_X.value!r}>",
+        "words": f"tensordesc<i16[1, 16, 2, 8, 32],{kernels.COPIED_WORDS.value!r}>",
+        "factors": f"tensordesc<i32[1, 16, 2, 8],{kernels.COPIED_FACTORS.value!r}>",
+    }
+    pointers = {"out_ptr": "*bf16" if silu else "*fp32"}
+    constants: dict[str, Any] = {"N": 14336 if silu else 4096, "K": 4096, "BLOCKS": 32}
+    constants |= {"ROWS": rows, "SILU": silu, "PARTS": parts}
+    constants |= {"STAGES": 6 if silu else 4, "HALF": True, "SHIFT": 0}
+    if bias:
+        pointers["bias_ptr"] = "*bf16"
+    else:
+        constants["bias_ptr"] = None
+    if parts:
+        pointers["squares_ptr"] = "*fp32"
+    else:
+        constants["squares_ptr"] = None
+    return compile_kernel(
+        kernels.warp_group_kernel,
+        {**pointers, **descriptors, "eps": "fp32", "num_rows": "i32", "split_blocks": "i32"},
+        constants,
+        divisible=tuple(pointers),
+        num_warps=4,
+        max_registers=MAX_REGISTERS,
     )
 
 
@@ -744,6 +794,7 @@ VARIANTS = {
     "convert": convert_variant,
     "merge": merge_variant,
     "norm": norm_variant,
+    "add parts": add_parts_variant,
     "rope": rope_variant,
     "silu": silu_variant,
     "block copy": block_copy_variant,
@@ -760,6 +811,7 @@ VARIANTS = {
     "words": words_variant,
     "words qkv": words_qkv_variant,
     "words numbers": words_numbers_variant,
+    "warp groups": warp_groups_variant,
     "best": best_variant,
     "noise": noise_variant,
     "floors": floors_variant,

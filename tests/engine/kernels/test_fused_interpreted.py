@@ -10,6 +10,7 @@ from parrot.engine.attention.quantised import dequantise, quantise
 from parrot.engine.kernels import fused_kernels
 from parrot.engine.kernels.attention_shape import AttentionShape, HeadNorm
 from parrot.engine.kernels.fused import (
+    add_parts,
     add_rms_norm,
     rope_and_store,
     silu_mul,
@@ -85,6 +86,42 @@ def test_add_rms_norm(size: int, add: bool) -> None:
     assert add_rms_norm(x, residual, weight, 1e-5, out, add=add) is out
     assert torch.equal(residual, total)
     assert relative_error(out, rms_norm_reference(total, weight, 1e-5)) < 1e-6
+
+
+@pytest.mark.parametrize("size", [64, 512, 1500])
+@pytest.mark.parametrize("num_parts", [1, 3, 8])
+def test_add_parts(num_parts: int, size: int) -> None:
+    parts, residual = torch.randn(num_parts, 3, size), torch.randn(3, size)
+    weight = torch.randn(size)
+    total = parts.double().sum(0) + residual.double()
+    rows, squares = add_parts(parts, residual, weight)
+    assert relative_error(residual, total) < 1e-6
+    divided = rows.double() * (squares.double().sum(1, keepdim=True) / size + 1e-5).rsqrt()
+    assert relative_error(divided, rms_norm_reference(total, weight, 1e-5)) < 1e-6
+
+
+@pytest.mark.parametrize("keep_k", [False, True])
+@pytest.mark.parametrize("quantised", [False, True])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_rope_of_parts(num_parts: int, quantised: bool, keep_k: bool) -> None:
+    page, heads, kv_heads, dim = 16, 3, 1, 64
+    shape = AttentionShape(heads, kv_heads, dim, page)
+    parts = torch.randn(num_parts, 5, (heads + 2 * kv_heads) * dim)
+    positions = torch.tensor([0, 15, 16, 40, 3], dtype=torch.int32)
+    table_rows = torch.tensor([0, 0, 1, 1, -1], dtype=torch.int32)
+    tables = torch.tensor([[4, 1, 0, 0], [2, 5, 3, 0]], dtype=torch.int32)
+    cos_sin = torch.rand(64, dim)
+    found = []
+    for qkv in (parts, parts.sum(0)):
+        pages = torch.full((2, 7, kv_heads, page, dim), 7.0)
+        caches = quantise(pages) if quantised else (pages,)
+        (k, v), exponents = caches[0], [each for cache in caches[1:] for each in cache]
+        kv = KVView(k, v, tables, positions, *exponents)
+        given = {"dtype": torch.float32} if qkv.dim() == 3 else {}
+        q, new = rope_and_store(qkv, kv, table_rows, cos_sin, shape, keep_k=keep_k, **given)
+        found.append([q[:4], k, v, *exponents, *((new.k[:4], new.v[:4]) if keep_k else ())])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 64), (8, 8, 32)])

@@ -109,6 +109,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "norm in e4m3": {"kernel": "norm", "codes": True},
     "norm of a product without factors": {"kernel": "norm", "codes": True, "factors": True},
     "rope of a product without factors": {"kernel": "rope", "factors": True},
+    "rope of parts": {"kernel": "rope", "parts": 8, "warps": 1},
+    "sum of parts": {"kernel": "add parts"},
     "silu in e4m3": {"kernel": "silu", "codes": True},
     "silu of a product without factors": {"kernel": "silu", "codes": True, "factors": True},
     "merge of several heads": {"kernel": "merge", "heads": 8},
@@ -122,6 +124,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "four bits of 32 rows": {"kernel": "words", "rows": 32},
     "four bits of 64 rows": {"kernel": "words", "rows": 64},
     "four bits, qkv": {"kernel": "words qkv"},
+    "four bits on warp groups": {"kernel": "warp groups"},
+    "four bits of 8 rows on warp groups": {"kernel": "warp groups", "rows": 8, "bias": True},
+    "four bits with silu on warp groups": {"kernel": "warp groups", "silu": True, "parts": 8},
     "four bits, numbers": {"kernel": "words numbers"},
     "four bits with offsets, 64 rows": {"kernel": "words", **NARROW, "least": True},
     "eight bits": {"kernel": "words", **EIGHT_SLICES, "bits": 8, "group": 32, "silu": True},
@@ -178,9 +183,26 @@ def test_no_register_is_spilled(name: str, reports: Reports) -> None:
     assert report["shared"] <= MAX_SHARED_BYTES, report
 
 
-@pytest.mark.parametrize("name", [n for n in VARIANTS if n.startswith(("shared", "fill"))])
-def test_tall_tiles_use_the_warp_group_matrix_instruction(name: str, reports: Reports) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name in VARIANTS
+        if name.startswith(("shared", "fill")) or name.endswith("warp groups")
+    ],
+)
+def test_tall_tiles_use_the_instruction_of_warp_groups(name: str, reports: Reports) -> None:
     assert reports[name]["wgmma"]
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if name.endswith("warp groups")])
+def test_warp_groups_have_their_registers(name: str, reports: Reports) -> None:
+    """Groups that multiply take the registers that the group of the copying warp returns."""
+    from parrot.engine.kernels.linear.warp_group_kernels import COPY_REGISTERS, REGISTERS
+
+    groups, copying = 5, COPY_REGISTERS.value
+    launched = groups * reports[name]["registers"]
+    assert (groups - 1) * REGISTERS.value + copying <= launched <= 65536 // 128
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if "one row" in name])

@@ -335,7 +335,7 @@ def test_the_instructions_that_unpack_words(part: int) -> None:
     word = codes << (4 * part) | (0xFFFF & ~(15 << (4 * part)))
     zero = (-128.0 - zeros).bfloat16().view(torch.int16).long()
     registers = {"$1": pair_of(word, word), "$2": pair_of(zero, zero)}
-    found = halves(computed(words_kernels._PARTS[part].value, registers), torch.bfloat16)
+    found = halves(computed(words_kernels.PARTS[part].value, registers), torch.bfloat16)
     for half in found:
         assert torch.equal(half, (codes - zeros).double())
 

@@ -40,8 +40,8 @@ _ASSEMBLY = """
     fma.rn.bf16x2 $0, codes, one, $2;
     }}
 """
-_PARTS = tuple(tl.constexpr(_ASSEMBLY.format(shift=4 * part)) for part in range(4))
-_PART_0, _PART_1, _PART_2, _PART_3 = _PARTS
+PARTS = tuple(tl.constexpr(_ASSEMBLY.format(shift=4 * part)) for part in range(4))
+_PART_0, _PART_1, _PART_2, _PART_3 = PARTS
 # The seven low bits of a signed code are those of 128 + code. The sign makes -256 of -128.
 _SIGNED_ASSEMBLY = """
     {{

@@ -1,7 +1,8 @@
 """Tile sizes for products with weights in codes.
 
-They are tuned on an H200 for codes of four bits with whole zeros in groups of 128, and for up to
-eight rows of codes of eight bits. Other codes use them unmeasured.
+They were tuned on an H200 for codes of four bits with whole zeros in groups of 128, which
+`warp_groups` multiplies on such a GPU now, and for up to eight rows of codes of eight bits. Other
+codes use them unmeasured.
 """
 
 from dataclasses import dataclass
