@@ -114,22 +114,25 @@ def throughput() -> str:
     return _with_source(heads, rows, _SIDE_BY_SIDE)
 
 
-def e4m3_weights() -> str:
+def quantised_weights() -> str:
+    """Steps and prompts with weights in FP8 and in four bits, and those of vLLM in FP8."""
     name = "e4m3_weights_side_by_side_h200"
     found = load(f"{name}.json")
-    ours, theirs = found["parrot_8b_fp8"], found["vllm_8b_fp8"]
+    sides = [found[side] for side in ("parrot_8b_fp8", "parrot_8b_int4", "vllm_8b_fp8")]
 
-    def both(case: str, key: str) -> list[Cell]:
-        return [case, f"{digits(ours[key])} ms", f"{digits(theirs[key])} ms"]
+    def row(case: str, key: str) -> list[Cell]:
+        values = (side.get(key) for side in sides)
+        # Prompts that are asked one after the other have a list of times.
+        times = (statistics.median(v) if isinstance(v, list) else v for v in values)
+        return [case, *("-" if ms is None else f"{digits(ms)} ms" for ms in times)]
 
-    rows = [both(f"decode, batch size {b}", f"decode_b{b}_ms") for b in (1, 8, 64)]
-    for n in (512, 1024):
-        median_ms = statistics.median(ours[f"prompts_{n}_ms"])
-        rows.append([f"prompt of {n:,} tokens", f"{digits(median_ms)} ms", "-"])
-    rows += [both(f"prompt of {n:,} tokens", f"prefill_{n}_ms") for n in (2048, 8192)]
-    rates = (f"{side['256_tok_s']:,.0f} tokens/s" for side in (ours, theirs))
+    rows = [row(f"decode, batch size {b}", f"decode_b{b}_ms") for b in (1, 8, 64)]
+    rows += [row(f"prompt of {n:,} tokens", f"prompts_{n}_ms") for n in (512, 1024)]
+    rows += [row(f"prompt of {n:,} tokens", f"prefill_{n}_ms") for n in (2048, 8192)]
+    rates = (f"{side['256_tok_s']:,.0f} tokens/s" for side in sides)
     rows.append(["256 requests at once", *rates])
-    return _with_source(["Llama-3.1-8B in FP8", "Parrot", "vLLM 0.25.1"], rows, name)
+    heads = ["Llama-3.1-8B", "FP8", "four bits", "vLLM 0.25.1, FP8"]
+    return _with_source(heads, rows, name)
 
 
 def formats() -> str:
