@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import AttentionShape
 from parrot.engine.kernels.linear.products import UndividedRows
-from parrot.engine.kernels.linear.warp_groups import WarpGroupProduct, warp_group_linear
+from parrot.engine.kernels.linear.warp_group_tiles import WarpGroupProduct
+from parrot.engine.kernels.linear.warp_groups import warp_group_linear
 from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.words_linear import words_of

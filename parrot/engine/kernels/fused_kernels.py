@@ -14,6 +14,7 @@ from parrot.engine.kernels.e4m3 import (
     inverse_of,
     power_of,
 )
+from parrot.engine.kernels.linear.parts import add_to_residual
 from parrot.engine.kernels.quantised_kernels import numbers_of
 
 
@@ -113,12 +114,9 @@ def add_parts_kernel(
     parts_at = parts_ptr + part.to(tl.int64) * stride_part + at[None, :]
     parts = tl.load(parts_at, mask=inside[None, :] & (part < PARTS), other=0.0)
     before = tl.load(residual_ptr + at, mask=inside, other=0.0)
-    # Rounded as stored, because the next layer reads the rounded value.
     kind = residual_ptr.dtype.element_ty
-    total = (tl.sum(parts, 0) + before.to(tl.float32)).to(kind)
-    tl.store(residual_ptr + at, total, mask=inside)
-    total = total.to(tl.float32)
-    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(total * total, 0))
+    total, squares = add_to_residual(tl.sum(parts, 0), before, residual_ptr + at, inside, kind)
+    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(squares, 0))
     tl.store(out_ptr + at, (total * weight.to(tl.float32)).to(kind), mask=inside)
 
 

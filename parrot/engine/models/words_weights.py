@@ -1,7 +1,6 @@
 """Weights in codes with the products of the Triton kernels."""
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +10,11 @@ from parrot.engine.kernels.fused import add_parts, add_rms_norm
 from parrot.engine.kernels.launch import is_hopper
 from parrot.engine.kernels.linear.products import Rows, UndividedRows
 from parrot.engine.kernels.linear.tiles import FEW_ROWS
+from parrot.engine.kernels.linear.warp_group_tiles import (
+    WarpGroupProduct,
+    can_read,
+    fits_warp_groups,
+)
 from parrot.engine.kernels.linear.words import (
     words_add_and_norm,
     words_linear,
@@ -19,12 +23,9 @@ from parrot.engine.kernels.linear.words import (
 )
 from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
-from parrot.engine.kernels.row_codes import CodedRows, Factors
+from parrot.engine.kernels.row_codes import Factors
 from parrot.engine.models.fused_weights import UnroundedWeight, Where, rows_of
 from parrot.engine.models.layers import RMSNorm
-
-if TYPE_CHECKING:
-    from parrot.engine.kernels.linear.warp_groups import WarpGroupProduct
 
 _FEW_GROUPED_ROWS = 128  # `most_rows` on warp groups.
 
@@ -43,14 +44,14 @@ class WordsWeight(UnroundedWeight):
         return words_product(x, self.matrix, self.bias)
 
     def unscaled(self, x: Rows) -> tuple[torch.Tensor, Factors | None]:
-        grouped = self._on_warp_groups(x)
-        if grouped is None or grouped.num_splits == 1 or not self.are_few(x):
+        grouped = _on_warp_groups(x, self.matrix) if self.are_few(x) else None
+        if grouped is None or grouped.num_splits == 1:
             return self(x), None
         return self._parts(x, grouped.num_splits), None
 
     def can_rotate(self, shape: AttentionShape, x: Rows) -> bool:
         num_rows = len(rows_of(x))
-        if not 0 < num_rows <= FEW_ROWS or self._on_warp_groups(x) is not None:
+        if not 0 < num_rows <= FEW_ROWS or _on_warp_groups(x, self.matrix) is not None:
             return False
         tile = WordsProduct.of(num_rows, self.matrix).tile()
         return shape.head_dim % tile["BN"] == 0
@@ -74,12 +75,13 @@ class WordsWeight(UnroundedWeight):
         return _product(x, self.matrix, out, bias=self.bias, silu=silu)
 
     def _few_and_norm(self, rows: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Rows:
-        gain, eps, splits = norm.weight, norm.eps, self._num_splits(rows)
-        is_grouped = self._on_warp_groups(rows) is not None
-        if splits == 1 and not is_grouped:
+        gain, eps = norm.weight, norm.eps
+        grouped = _on_warp_groups(rows, self.matrix)
+        splits = self._num_splits(rows) if grouped is None else grouped.num_splits
+        if grouped is None and splits == 1:
             return words_add_and_norm(rows, self.matrix, residual, gain, eps, bias=self.bias)
         parts = self._parts(rows, splits)
-        if is_grouped and len(rows) <= FEW_ROWS:  # Products of more rows do not divide.
+        if grouped is not None and len(rows) <= FEW_ROWS:  # Products of more rows do not divide.
             return UndividedRows(*add_parts(parts, residual, gain), eps)
         return add_rms_norm(parts, residual, gain, eps, torch.empty_like(residual))
 
@@ -90,37 +92,22 @@ class WordsWeight(UnroundedWeight):
         return self._few(x, rows.new_empty(shape, dtype=torch.float32))
 
     def _num_splits(self, x: Rows) -> int:
-        if not self.are_few(x):
+        if not self.are_few(x) or self.bias is not None:
             return 1
-        grouped = self._on_warp_groups(x)
-        if grouped is not None and (self.ranks is None or self.bias is None):
-            return grouped.num_splits
-        if self.bias is not None:
-            return 1
-        return WordsProduct.of(len(rows_of(x)), self.matrix).num_splits
-
-    def _on_warp_groups(self, x: Rows) -> "WarpGroupProduct | None":
-        return _on_warp_groups(x, self.matrix)
+        grouped = _on_warp_groups(x, self.matrix)
+        return (grouped or WordsProduct.of(len(rows_of(x)), self.matrix)).num_splits
 
 
 def _has_warp_groups(matrix: Words) -> bool:
     """Whether the device has warp groups, and they support the matrix."""
-    if not is_hopper(matrix.words.device):
-        return False
-    from parrot.engine.kernels.linear.warp_groups import fits_warp_groups  # On Hopper GPUs only.
-
-    return fits_warp_groups(matrix)
+    return is_hopper(matrix.words.device) and fits_warp_groups(matrix)
 
 
-def _on_warp_groups(x: Rows, matrix: Words) -> "WarpGroupProduct | None":
+def _on_warp_groups(x: Rows, matrix: Words) -> WarpGroupProduct | None:
     """The shape of the product on warp groups; None if they do not support it."""
-    if isinstance(x, CodedRows) or not len(rows_of(x)) or not _has_warp_groups(matrix):
+    if not _has_warp_groups(matrix) or not can_read(x):
         return None
-    from parrot.engine.kernels.linear.warp_groups import WarpGroupProduct, can_read
-
-    if not can_read(x):
-        return None
-    return WarpGroupProduct(len(rows_of(x)), matrix.outputs, matrix.num_blocks)
+    return WarpGroupProduct.of(len(rows_of(x)), matrix)
 
 
 def _product(
@@ -136,9 +123,8 @@ def _product(
     # A whole product with few outputs has few programs on warp groups.
     if grouped is None or (is_whole and grouped.num_splits > 1 and not silu):
         return words_linear(x, matrix, out, bias=bias, silu=silu)
-    from parrot.engine.kernels.linear.warp_groups import warp_group_linear
+    from parrot.engine.kernels.linear.warp_groups import warp_group_linear  # On Hopper GPUs only.
 
-    assert not isinstance(x, CodedRows)
     return warp_group_linear(x, matrix, out, bias=bias, silu=silu)
 
 

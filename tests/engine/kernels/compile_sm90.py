@@ -452,12 +452,13 @@ def warp_groups_variant(
     *, rows: int = 64, silu: bool = False, bias: bool = False, parts: int = 0
 ) -> dict[str, Any]:
     from parrot.engine.kernels.linear import warp_group_kernels as kernels
+    from parrot.engine.kernels.linear.chain_tiles import COPIED_FACTORS, COPIED_WORDS
     from parrot.engine.kernels.linear.warp_groups import MAX_REGISTERS
 
     descriptors = {
         "x": f"tensordesc<bf16[{rows}, 128],{kernels.COPIED_X.value!r}>",
-        "words": f"tensordesc<i16[1, 16, 2, 8, 32],{kernels.COPIED_WORDS.value!r}>",
-        "factors": f"tensordesc<i32[1, 16, 2, 8],{kernels.COPIED_FACTORS.value!r}>",
+        "words": f"tensordesc<i16[1, 16, 2, 8, 32],{COPIED_WORDS.value!r}>",
+        "factors": f"tensordesc<i32[1, 16, 2, 8],{COPIED_FACTORS.value!r}>",
     }
     pointers = {"out_ptr": "*bf16" if silu else "*fp32"}
     constants: dict[str, Any] = {"N": 14336 if silu else 4096, "K": 4096, "BLOCKS": 32}

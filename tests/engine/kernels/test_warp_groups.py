@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parrot.engine.kernels.linear.products import UndividedRows
-from parrot.engine.kernels.linear.warp_groups import (
+from parrot.engine.kernels.linear.warp_group_tiles import (
     WarpGroupProduct,
     can_read,
     fits_warp_groups,
-    words_tiles,
 )
+from parrot.engine.kernels.linear.warp_groups import words_tiles
 from parrot.engine.kernels.linear.words_layout import Words
 
 

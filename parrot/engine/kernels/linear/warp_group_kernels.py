@@ -17,23 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from parrot.engine.kernels.gluon_parts import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
-from parrot.engine.kernels.linear import words_kernels
+from parrot.engine.kernels.linear import warp_group_tiles, words_kernels
+from parrot.engine.kernels.linear.chain_tiles import COPIED_FACTORS, COPIED_WORDS, WIDTH
 from parrot.engine.kernels.linear.parts import gated
 
 GROUPS = gl.constexpr(4)
 SIZE = gl.constexpr(64)  # Outputs of a warp group.
-OUTPUTS = gl.constexpr(256)  # Of a program.
-BLOCK = gl.constexpr(128)  # Inputs.
-WIDTH = gl.constexpr(32)  # Words of an output in a block.
+OUTPUTS = gl.constexpr(warp_group_tiles.OUTPUTS)  # Of a program.
+BLOCK = gl.constexpr(warp_group_tiles.BLOCK)  # Inputs.
 COPY_REGISTERS = gl.constexpr(24)  # Of a thread of the warp that copies.
 REGISTERS = gl.constexpr(112)  # Of a thread that multiplies.
 
-COPIED_WORDS = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=5)
-)
-COPIED_FACTORS = gl.constexpr(
-    gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=4)
-)
 COPIED_X = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # The words of an output are 64 bytes. See `chain_tiles`.
 _EXCHANGED_WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
@@ -78,7 +72,7 @@ def _copy(memory, asked):
     count = asked[1]
     STAGES: gl.constexpr = x_ring.shape[0]
     BYTES: gl.constexpr = OUTPUTS * (2 * WIDTH + 4) + 2 * x_ring.shape[1] * BLOCK
-    # x waits behind the words that were asked for before, so it is one block.
+    # No more than one block of words: x would wait behind them.
     if count > 0:
         _copy_words(memory, 0, asked, BYTES)
     run(LET_NEXT_START)
@@ -159,8 +153,8 @@ def _store_norm_factors(
 
 
 @gluon.jit
-def _of_gate(values):
-    """The values of gate and those of up, of values [SIZE, rows]."""
+def _gate_and_up(values):
+    """Divide values [SIZE, rows] into those of gate and of up."""
     ROWS: gl.constexpr = values.shape[1]
     tiles = gl.reshape(values, [SIZE // 16, 2, 8, ROWS])
     return gl.split(gl.permute(tiles, (0, 2, 3, 1)))
@@ -212,8 +206,8 @@ def _multiply(
     output = gl.expand_dims(output, 1)
     place = gl.where((output < N) & (row < num_rows), row * N + output, -1)
     if SILU:
-        gate, up = _of_gate(result)
-        place, _ = _of_gate(place)
+        gate, up = _gate_and_up(result)
+        place, _ = _gate_and_up(place)
         result = _gated(gate, up, kind)
     out_at = out_ptr + split.to(gl.int64) * num_rows * N + place
     gl.store(out_at, result.to(kind), mask=place >= 0)
@@ -246,7 +240,7 @@ def warp_group_kernel(
     the bias.
 
     x        descriptor of bfloat16 [num_rows, K]
-    words    descriptor, see `warp_groups.words_tiles`; factors also
+    words    descriptor, see `warp_groups.words_tiles`; so are factors
     out      [splits, num_rows, N]
     SILU     a tile has 8 rows of gate, 8 of up, and so on; out = silu(gate) * up
     HALF     scales are float16; else bfloat16

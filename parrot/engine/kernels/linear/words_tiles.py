@@ -23,7 +23,7 @@ _FEW_PROGRAMS = 132  # A product with at most this number of programs may be spl
 
 @dataclass(frozen=True, slots=True)
 class WordsProduct:
-    """The shape of a product. `outputs` are all rows of weights, those of gate and up together."""
+    """The shape of a product. `outputs` are all rows of weights, also if they are gate and up."""
 
     rows: int
     outputs: int
