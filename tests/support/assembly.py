@@ -8,7 +8,7 @@ import torch
 
 def computed(source: str, registers: dict[str, torch.Tensor]) -> torch.Tensor:
     """The 32 bits of $0 after lines of assembly, as int64. `registers`: the same of the others."""
-    for line in re.findall(r"^\s*(sh[lr]|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
+    for line in re.findall(r"^\s*(shr|and|lop3|mov|fma)\S* (.*);$", source, re.MULTILINE):
         name, into, *operands = line[0], *re.split(r", *", line[1])
         values = [registers[x] if x in registers else torch.tensor(int(x, 0)) for x in operands]
         registers[into] = _INSTRUCTIONS[name](*values)
@@ -40,7 +40,7 @@ def _lop3(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor
 
 _INSTRUCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     "shr": lambda a, count: a >> count,
-    "shl": lambda a, count: a << count & 0xFFFFFFFF,
+    "and": lambda a, b: a & b,
     "lop3": _lop3,
     "mov": lambda a: a,
     "fma": _fma,

@@ -17,7 +17,9 @@ from parrot.engine.kernels.linear.chain import (
     fits_tiles,
 )
 from parrot.engine.kernels.linear.words_layout import Words
-from tests.support.assembly import computed, halves, pair_of
+from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.words_linear import words_of
+from tests.support.assembly import computed, pair_of
 
 TILE, GROUP, WIDTH = 16, 128, 32
 
@@ -128,13 +130,20 @@ def test_weights_consist_of_whole_tiles(weight: ChainWeight, expected: bool) -> 
     assert fits_tiles(weight) == expected
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_the_instructions_that_make_numbers_of_codes(part: int) -> None:
-    """All pairs of codes, with and without neighbours."""
-    low, high = torch.arange(16)[:, None].expand(16, 16), torch.arange(16).expand(16, 16)
-    source = getattr(chain_tiles, f"_NUMBERS_{part}").value
-    for others in (0, 0xFFFF & ~(15 << (4 * part))):
-        words = [codes << (4 * part) | others for codes in (low, high)]
-        found = halves(computed(source, {"$1": pair_of(*words)}), torch.float16)
-        assert torch.equal(found[0], (low + (256, 16)[part % 2]).double())
-        assert torch.equal(found[1], (high + (256, 16)[part % 2]).double())
+def codes_of(words: torch.Tensor, source: str) -> torch.Tensor:
+    """The codes in all bytes of words [outputs, 32], as the kernel extracts them."""
+    pairs = words.to(torch.int64) & 0xFFFF
+    found = computed(source, {"$1": pair_of(pairs[:, ::2], pairs[:, 1::2])})
+    return torch.stack([found >> shift & 0xFF for shift in (0, 8, 16, 24)], 2).flatten(1)
+
+
+def test_codes_have_the_places_of_their_inputs() -> None:
+    """x has the same order: input 64 h + 32 s + j is number 2 j + h of set s."""
+    codes = torch.randint(16, (16, GROUP), dtype=torch.uint8)
+    scales, zeros = torch.ones(16, 1, dtype=torch.float16), torch.zeros(16, 1, dtype=torch.int32)
+    weight = words_of(CodedMatrix.with_zeros(codes, scales, zeros))
+    assert weight is not None
+    in_order = codes.view(16, 2, 2, WIDTH).permute(0, 2, 3, 1).reshape(16, 2, 2 * WIDTH)
+    sources = (chain_tiles._LOW_CODES.value, chain_tiles._HIGH_CODES.value)
+    for part, source in enumerate(sources):
+        assert torch.equal(codes_of(weight.words[0], source), in_order[:, part].long())

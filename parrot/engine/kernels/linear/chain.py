@@ -216,7 +216,7 @@ class _Launch:
         tile_bytes, x_bytes = _TILE_BYTES, num_inputs
         if has_words:
             tile_bytes += _FACTOR_BYTES
-            x_bytes = 2 * num_inputs + 8 * num_inputs // _SLICE  # float16, two sums of each slice.
+            x_bytes = 2 * num_inputs + 8 * num_inputs // _SLICE  # 16 bits; two numbers of a slice.
         part_bytes = 4 * _TILE * _WARPS * max(self._num_tiles.values())
         return stages * tile_bytes + x_bytes + part_bytes
 

@@ -14,6 +14,7 @@ from parrot.engine.kernels.linear.chain_tiles import (
     TILE,
     WARPS,
     allocate,
+    chunk_layout,
     copy_tiles,
     multiply,
     num_chunks,
@@ -109,11 +110,12 @@ def _prepare(
     NORM: gl.constexpr,
     WORDS: gl.constexpr,
 ):
-    """Store x for the product, times a power of two. Returns a factor of the product.
+    """Store x for the product, in e4m3 times a power of two. Returns a factor of the product.
 
     NORM  x is divided by its root mean square: before it is rounded to e4m3, or in the factor"""
     C: gl.constexpr = num_chunks(K, WORDS)
-    column = gl.arange(0, tile_inputs(WORDS), layout=_CHUNK)
+    LAYOUT: gl.constexpr = chunk_layout(WORDS)
+    column = gl.arange(0, tile_inputs(WORDS), layout=LAYOUT)
     loaded = ()
     for chunk in gl.static_range(C):
         loaded = loaded + (_load_chunk(x_ptr, column, chunk, K),)  # noqa: RUF005 (not in Gluon)
@@ -130,22 +132,20 @@ def _prepare(
             # Rounded as separate kernels would round.
             divided = divided + ((loaded[chunk].to(gl.float32) * factor).to(kind),)  # noqa: RUF005
         loaded = divided
-    largest = gl.zeros([tile_inputs(WORDS)], gl.int32, layout=_CHUNK)
-    for chunk in gl.static_range(C):
-        largest = gl.maximum(largest, _bits_of(loaded[chunk].to(gl.float32)))
-    exponent = _exponent_of(gl.max(largest, 0))
-    inverse = _inverse_of(exponent)
-    for chunk in gl.static_range(C):
-        x = loaded[chunk].to(gl.float32) * inverse
-        if WORDS:
-            store_numbers(memory, chunk, x)
-        else:
-            store_codes(memory, chunk, _float8_of(x))
-    barrier()
-    power = _power_of(exponent)
     if WORDS:
-        power *= factor
-    return power
+        for chunk in gl.static_range(C):
+            store_numbers(memory, chunk, loaded[chunk].to(gl.float32))
+    else:
+        largest = gl.zeros([tile_inputs(WORDS)], gl.int32, layout=LAYOUT)
+        for chunk in gl.static_range(C):
+            largest = gl.maximum(largest, _bits_of(loaded[chunk].to(gl.float32)))
+        exponent = _exponent_of(gl.max(largest, 0))
+        inverse = _inverse_of(exponent)
+        for chunk in gl.static_range(C):
+            store_codes(memory, chunk, _float8_of(loaded[chunk].to(gl.float32) * inverse))
+        factor = _power_of(exponent)
+    barrier()
+    return factor
 
 
 @gluon.jit

@@ -3,11 +3,13 @@
 For `chain_kernels`. Weights are codes in e4m3 [outputs, inputs], or words of four bits in groups
 of 128 (see `words_kernels`). With e4m3, x is in e4m3.
 
-With words, x is in float16. A code is not converted: with a constant, its bits are those of the
-float16 number 256 + code or 16 + code. A product with x is then too large by 256 or 16 times the
-sum of x, which is subtracted from the sums of a group. So eight codes need two shifts and no
-addition. (128 + code, in bfloat16, needs three shifts. 1024 + code, in float16, needs one, but the
-tensor core's sums are less exact.)"""
+With words, x is in whole numbers of 15 bits, with a power of two for each slice of 128 inputs. The
+tensor core multiplies codes by the upper and by the lower byte of x, and its sums are exact. So
+codes are not converted, and eight codes need one shift and two masks.
+
+A word has four codes in two bytes. Word j of a slice has those of inputs j, j + 32, j + 64 and
+j + 96. So the low halves of a slice's bytes are the codes of inputs 0, 64, 1, 65 and so on. The
+high halves are those of 32, 96, 33, 97 and so on."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # mypy: disable-error-code="index, operator, assignment"
 
@@ -16,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from parrot.engine.kernels import e4m3
 from parrot.engine.kernels.gluon_parts import barrier
 from parrot.engine.kernels.linear import words_kernels
 
@@ -27,38 +30,73 @@ SLICE = gl.constexpr(128)
 WIDTH = gl.constexpr(32)  # Words of an output in a slice.
 TILE_BYTES = gl.constexpr(32768)
 FACTOR_BYTES = gl.constexpr(2048)  # Of a tile of words.
-_COLUMNS = gl.constexpr(8)  # Of the tensor core's results. All columns are equal.
+# Of the tensor core's results. All columns are equal. With words, all pairs of columns are: one
+# column for the upper bytes of x, and one for the lower bytes.
+_COLUMNS = gl.constexpr(8)
+_PAIRS = gl.constexpr(4)
 
+_bits_of = gluon.jit(e4m3.bits_of.fn)
 _scale_of = gluon.jit(words_kernels.scale_of.fn)
 
-# 256 + code or 16 + code in float16, for the codes of a part of two words.
-_NUMBERS = """{{
+# 1.5 * 2^23: a sum with it is rounded to a whole number, which are its last bits.
+_ROUNDING = gl.constexpr(12582912.0)
+_ROUNDING_BITS = gl.constexpr(0x4B400000)
+
+# The codes in the low and in the high halves of bytes.
+_LOW_CODES = gl.constexpr("and.b32 $0, $1, 0x0F0F0F0F;")
+_HIGH_CODES = gl.constexpr("""{
 .reg .b32 codes;
-{shift}.b32 codes, $1, {places};
-lop3.b32 $0, codes, {mask}, {base}, 0xEA;
-}}"""
-_PLUS_256 = {"mask": "0x003C003C", "base": "0x5C005C00"}
-_PLUS_16 = {"mask": "0x03C003C0", "base": "0x4C004C00"}
-_NUMBERS_0 = gl.constexpr(_NUMBERS.format(shift="shl", places=2, **_PLUS_256))
-_NUMBERS_1 = gl.constexpr(_NUMBERS.format(shift="shl", places=2, **_PLUS_16))
-_NUMBERS_2 = gl.constexpr(_NUMBERS.format(shift="shr", places=6, **_PLUS_256))
-_NUMBERS_3 = gl.constexpr(_NUMBERS.format(shift="shr", places=6, **_PLUS_16))
+shr.b32 codes, $1, 4;
+and.b32 $0, codes, 0x0F0F0F0F;
+}""")
 
 # Layouts. The tensor core's results have dimensions [warps, outputs, columns].
 _RESULTS = gl.constexpr(
     gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[8, 1, 1], instr_shape=[1, 16, 8])
 )
+# Numbers of 8 bits: e4m3, or the bytes of words.
 _CODES = gl.constexpr(gl.DotOperandLayout(0, _RESULTS.value, 4))
 _X_OF_CODES = gl.constexpr(gl.DotOperandLayout(1, _RESULTS.value, 4))
-_WORDS = gl.constexpr(gl.DotOperandLayout(0, _RESULTS.value, 2))
-_X_OF_WORDS = gl.constexpr(gl.DotOperandLayout(1, _RESULTS.value, 2))
+# x of words [warps, bytes, pairs, columns of a pair].
+_X_OF_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1, 0, 0], [0, 2, 0, 0], [0, 16, 0, 0], [0, 32, 0, 0]],
+        [[0, 4, 0, 0], [0, 8, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0], [0, 0, 2, 0]],
+        [[1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]],
+        [],
+        [8, 64, 4, 2],
+    )
+)
+# Sums of pairs of columns [warps, outputs, pairs].
+_PAIR_SUMS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 8, 0]],
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [],
+        [8, 16, 4],
+    )
+)
+# A chunk of x. With words, a thread has inputs j to j + 7, and those 64 after them, so that their
+# bytes are consecutive.
+_CHUNK_OF_CODES = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
+_CHUNK_OF_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[1], [2], [4], [64]],
+        [[8], [16], [32], [128], [256]],
+        [[512], [1024], [2048]],
+        [],
+        [4096],
+    )
+)
 _LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 _LINEAR_4 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 # Rows of a tile whose parts of 16 bytes are exchanged, so that no bank of shared memory has a part
 # of two rows of eight. A row has 128 bytes, or the 64 of 32 words.
 _EXCHANGED_CODES = gl.constexpr(gl.SwizzledSharedLayout(16, 1, 8, [2, 1, 0]))
-_EXCHANGED_WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [2, 1, 0]))
+_EXCHANGED_WORDS = gl.constexpr(gl.SwizzledSharedLayout(16, 2, 4, [2, 1, 0]))
 COPIED_CODES = gl.constexpr(
     gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5)
 )
@@ -74,6 +112,12 @@ COPIED_FACTORS = gl.constexpr(
 def tile_inputs(words):
     """Inputs of a tile, and of a chunk of x. A byte has two codes of four bits."""
     return TILE_BYTES.value // TILE.value * (2 if words else 1)
+
+
+@gluon.constexpr_function
+def chunk_layout(words):
+    """The layout of a chunk of x in registers."""
+    return _CHUNK_OF_WORDS.value if words else _CHUNK_OF_CODES.value
 
 
 @gluon.constexpr_function
@@ -107,7 +151,7 @@ def num_rounds(results, num):
 def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
     """A ring of tiles, barriers of full and of empty places, and x in chunks of a tile's inputs.
 
-    With words, also a ring of their factors, and room for two sums of each slice of x."""
+    With words, also a ring of their factors, and room for two numbers of each slice of x."""
     HALF: gl.constexpr = TILE // 2
     full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -115,7 +159,7 @@ def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
         ring = gl.allocate_shared_memory(
             gl.int16, [2 * STAGES, 16, 1, 2, HALF, WIDTH], COPIED_WORDS
         )
-        x = gl.allocate_shared_memory(gl.float16, [16 * X_CHUNKS, WARPS, WIDTH], _LINEAR_2)
+        x = gl.allocate_shared_memory(gl.int8, [8 * X_CHUNKS, 2, WARPS, 2 * WIDTH], _LINEAR_3)
         factors = gl.allocate_shared_memory(gl.int32, [STAGES, 32, 1, 2, HALF], COPIED_FACTORS)
         sums = gl.allocate_shared_memory(gl.float32, [8 * X_CHUNKS, WARPS], _LINEAR)
         memory = (ring, full, empty, x, factors, sums)
@@ -218,33 +262,40 @@ def store_codes(memory, chunk: gl.constexpr, codes):
 
 @gluon.jit
 def store_numbers(memory, chunk: gl.constexpr, x):
-    """Store a chunk of x, float32, for words. Part p of a slice has inputs 32 p to 32 p + 31.
+    """Store a chunk of x, float32, for words. Also store the sum of each slice, and its power.
 
-    A slice has two sums: of x, and of the surplus that products have if zeros are -128."""
+    A number changes by at most 2^-14 of the largest one of its slice."""
     x_smem = memory[3]
     INPUTS: gl.constexpr = x.shape[0]
     SLICES: gl.constexpr = INPUTS // SLICE
-    CHUNKS: gl.constexpr = x_smem.numel // INPUTS
-    stored = x.to(gl.float16)
-    slices = gl.permute(gl.reshape(stored, [SLICES // WARPS, WARPS, 4, WIDTH]), (0, 2, 1, 3))
-    SHAPE: gl.constexpr = [CHUNKS, SLICES // WARPS, 4, WARPS, WIDTH]
-    x_smem._reinterpret(gl.float16, SHAPE, _LINEAR_4).index(chunk).store(slices)
-    stored = stored.to(gl.float32)
-    place = gl.arange(0, INPUTS, layout=x.type.layout)
-    surplus = gl.where(place // WIDTH % 2 == 0, 256 - 128, 16 - 128)
-    total = gl.sum(gl.reshape(stored, [SLICES, SLICE]), 1)
-    excess = gl.sum(gl.reshape(stored * surplus, [SLICES, SLICE]), 1)
+    PARTS: gl.constexpr = SLICES // WARPS
+    CHUNKS: gl.constexpr = x_smem.numel // (2 * INPUTS)
+    x = gl.reshape(x, [SLICES, SLICE])
+    # The largest number becomes 2^13 to 2^14.
+    exponent = gl.maximum(gl.max(_bits_of(x), 1) >> 23, 27)
+    power = ((exponent - 13) << 23).to(gl.float32, bitcast=True)
+    inverse = ((267 - exponent) << 23).to(gl.float32, bitcast=True)
+    shifted = x * gl.expand_dims(inverse, 1) + _ROUNDING
+    whole = shifted.to(gl.int32, bitcast=True) - _ROUNDING_BITS
+    upper = (whole + 128) >> 8
+    lower = whole - (upper << 8)
+    both = gl.join(upper.to(gl.int8), lower.to(gl.int8))
+    both = gl.reshape(both, [PARTS, WARPS, 2, 2, WIDTH, 2])
+    both = gl.permute(both, (0, 3, 5, 1, 4, 2))
+    both = gl.reshape(both, [2 * PARTS, 2, WARPS, 2 * WIDTH])
+    SHAPE: gl.constexpr = [CHUNKS, 2 * PARTS, 2, WARPS, 2 * WIDTH]
+    x_smem._reinterpret(gl.int8, SHAPE, _LINEAR_4).index(chunk).store(both)
     rows = memory[5]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], _LINEAR)
-    rows.index(2 * chunk).store(total)
-    rows.index(2 * chunk + 1).store(excess)
+    rows.index(2 * chunk).store(gl.sum(shifted - _ROUNDING, 1) * power)
+    rows.index(2 * chunk + 1).store(power)
 
 
 @gluon.jit
-def _load_x(x_smem, index, LAYOUT: gl.constexpr):
+def _load_x(x_smem, index):
     """A part of x [warps, inputs, columns]."""
-    row = x_smem.index(index).load(gl.SliceLayout(2, LAYOUT))
+    row = x_smem.index(index).load(gl.SliceLayout(2, _X_OF_CODES))
     SHAPE: gl.constexpr = [row.shape[0], row.shape[1], _COLUMNS]
-    found, _ = gl.broadcast(gl.expand_dims(row, 2), gl.zeros(SHAPE, row.dtype, layout=LAYOUT))
+    found, _ = gl.broadcast(gl.expand_dims(row, 2), gl.zeros(SHAPE, row.dtype, layout=_X_OF_CODES))
     return found
 
 
@@ -256,12 +307,12 @@ def _load_half(memory, place, WORDS: gl.constexpr):
     ring = memory[0]
     HALVES: gl.constexpr = ring.shape[0]
     if WORDS:
-        tiles = ring._reinterpret(gl.int16, [2 * HALVES, WARPS, TILE, WIDTH], _EXCHANGED_WORDS)
+        tiles = ring._reinterpret(gl.int8, [2 * HALVES, WARPS, TILE, 2 * WIDTH], _EXCHANGED_WORDS)
         factors = memory[4]._reinterpret(gl.int32, [2 * HALVES, WARPS, TILE], _LINEAR_2)
         found = ()
         for part in gl.static_range(2):
-            words = tiles.index(2 * place + part).load(_WORDS)
-            factor = factors.index(2 * place + part).load(gl.SliceLayout(2, _RESULTS))
+            words = tiles.index(2 * place + part).load(_CODES)
+            factor = factors.index(2 * place + part).load(gl.SliceLayout(2, _PAIR_SUMS))
             found = found + (words, factor)  # noqa: RUF005 (not in Gluon)
     else:
         tiles = ring._reinterpret(gl.float8e4nv, [HALVES, WARPS, TILE, SLICE], _EXCHANGED_CODES)
@@ -270,29 +321,34 @@ def _load_half(memory, place, WORDS: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_part(words, x_smem, index, ASSEMBLY: gl.constexpr, sums):
-    """Add the product of a part of a slice's words and its inputs."""
-    numbers = gl.inline_asm_elementwise(
-        ASSEMBLY, "=r,r", [words], dtype=gl.float16, is_pure=True, pack=2
+def _multiply_codes(words, x_smem, index, ASSEMBLY: gl.constexpr, sums):
+    """Add the product of half of a slice's codes and their inputs."""
+    codes = gl.inline_asm_elementwise(
+        ASSEMBLY, "=r,r", [words], dtype=gl.int8, is_pure=True, pack=4
     )
-    return mma_v2(numbers, _load_x(x_smem, index, _X_OF_WORDS), sums)
+    pair = x_smem.index(index).permute((1, 2, 0)).load(gl.SliceLayout(2, _X_OF_WORDS))
+    SHAPE: gl.constexpr = [WARPS, 2 * WIDTH, _PAIRS, 2]
+    x, _ = gl.broadcast(gl.expand_dims(pair, 2), gl.zeros(SHAPE, gl.int8, layout=_X_OF_WORDS))
+    x = gl.convert_layout(gl.reshape(x, [WARPS, 2 * WIDTH, _COLUMNS]), _X_OF_CODES)
+    return mma_v2(codes, x, sums)
 
 
 @gluon.jit
 def _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES: gl.constexpr):
-    """The product of a slice of words and its inputs."""
-    OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _RESULTS))
+    """The product of a slice of words and its inputs [warps, outputs, pairs of columns]."""
+    OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _PAIR_SUMS))
     x_smem, x_sums = memory[3], memory[5]
-    sums = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
-    first = 16 * chunk + 4 * part
-    sums = _multiply_part(words, x_smem, first, _NUMBERS_0, sums)
-    sums = _multiply_part(words, x_smem, first + 1, _NUMBERS_1, sums)
-    sums = _multiply_part(words, x_smem, first + 2, _NUMBERS_2, sums)
-    sums = _multiply_part(words, x_smem, first + 3, _NUMBERS_3, sums)
-    zero = (factor & -65536).to(gl.float32, bitcast=True)  # -128 - zero.
+    sums = gl.zeros([WARPS, TILE, _COLUMNS], gl.int32, layout=_RESULTS)
+    first = 8 * chunk + 2 * part
+    sums = _multiply_codes(words, x_smem, first, _LOW_CODES, sums)
+    sums = _multiply_codes(words, x_smem, first + 1, _HIGH_CODES, sums)
+    upper, lower = gl.split(gl.reshape(sums, [WARPS, TILE, _PAIRS, 2]))
+    whole = gl.convert_layout((upper << 8) + lower, _PAIR_SUMS).to(gl.float32)
+    zero = (factor & -65536).to(gl.float32, bitcast=True) + 128.0  # -zero.
     total = gl.expand_dims(x_sums.index(8 * chunk + part).load(OF_WARP), 1)
-    excess = gl.expand_dims(x_sums.index(8 * chunk + 4 + part).load(OF_WARP), 1)
-    sums += gl.expand_dims(zero * total - excess, 2)
+    power = x_sums.index(8 * chunk + 4 + part).load(OF_WARP)
+    power = gl.expand_dims(gl.expand_dims(power, 1), 2)
+    sums = whole * power + gl.expand_dims(zero * total, 2)
     return sums * gl.expand_dims(_scale_of(factor, HALF_SCALES), 2)
 
 
@@ -310,8 +366,8 @@ def _multiply_tile(result, loaded, memory, chunk, WORDS: gl.constexpr, HALF_SCAL
                 total += _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES)
             sums = sums + (total,)  # noqa: RUF005 (not in Gluon)
     else:
-        first = _load_x(memory[3], 2 * chunk, _X_OF_CODES)
-        second = _load_x(memory[3], 2 * chunk + 1, _X_OF_CODES)
+        first = _load_x(memory[3], 2 * chunk)
+        second = _load_x(memory[3], 2 * chunk + 1)
         sums = (
             mma_v2(loaded[0].to(gl.float16), first.to(gl.float16), result[0]),
             mma_v2(loaded[1].to(gl.float16), second.to(gl.float16), result[1]),
@@ -336,7 +392,10 @@ def multiply(
     HALF_SCALES  scales of words are float16; else bfloat16"""
     ring, full, empty = memory[0], memory[1], memory[2]
     STAGES: gl.constexpr = ring.shape[0] // 2
-    zeros = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
+    if WORDS:
+        zeros = gl.zeros([WARPS, TILE, _PAIRS], gl.float32, layout=_PAIR_SUMS)
+    else:
+        zeros = gl.zeros([WARPS, TILE, _COLUMNS], gl.float32, layout=_RESULTS)
     result = (zeros, zeros)
     for turn in range(first, end):
         slot = turn % STAGES
