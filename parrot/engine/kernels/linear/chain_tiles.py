@@ -271,7 +271,7 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     PARTS: gl.constexpr = SLICES // WARPS
     CHUNKS: gl.constexpr = x_smem.numel // (2 * INPUTS)
     x = gl.reshape(x, [SLICES, SLICE])
-    # The largest number becomes 2^13 to 2^14.
+    # The largest number becomes 2^13 to 2^14, unless it is below 2^-100.
     exponent = gl.maximum(gl.max(_bits_of(x), 1) >> 23, 27)
     power = ((exponent - 13) << 23).to(gl.float32, bitcast=True)
     inverse = ((267 - exponent) << 23).to(gl.float32, bitcast=True)
@@ -322,7 +322,10 @@ def _load_half(memory, place, WORDS: gl.constexpr):
 
 @gluon.jit
 def _multiply_codes(words, x_smem, index, ASSEMBLY: gl.constexpr, sums):
-    """Add the product of half of a slice's codes and their inputs."""
+    """Add the product of the codes in one half of a slice's bytes and their inputs.
+
+    x [2, warps, bytes] has their upper and their lower bytes. Layouts repeat both for all pairs of
+    columns, so that no number moves to another thread."""
     codes = gl.inline_asm_elementwise(
         ASSEMBLY, "=r,r", [words], dtype=gl.int8, is_pure=True, pack=4
     )
