@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from parrot.engine.kernels import e4m3
 from parrot.engine.kernels.gluon_parts import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
 from parrot.engine.kernels.linear.chain_tiles import (
+    LINEAR_2,
+    LINEAR_3,
     TILE,
     WARPS,
     allocate,
@@ -61,14 +63,12 @@ END:
 mov.u32 $0, 0;
 }""")
 
-# Layouts of a chunk of x, of sums [tiles, outputs], of their parts [tiles, warps, outputs], and of
-# sums [tiles, outputs / 2, halves].
-_CHUNK = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
+# Layouts of sums of squares, of sums [tiles, outputs], of their parts [tiles, warps, outputs], and
+# of sums [tiles, outputs / 2, halves].
+_SQUARES = gl.constexpr(gl.BlockedLayout([8], [32], [8], [0]))
 _SUMS = gl.constexpr(gl.BlockedLayout([1, 1], [2, 16], [8, 1], [1, 0]))
 _PARTS = gl.constexpr(gl.BlockedLayout([1, 8, 1], [2, 1, 16], [8, 1, 1], [2, 1, 0]))
 _SPLIT = gl.constexpr(gl.BlockedLayout([1, 1, 2], [4, 8, 1], [8, 1, 1], [2, 1, 0]))
-_LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 
 
 @gluon.jit
@@ -123,7 +123,7 @@ def _prepare(
     factor = gl.to_tensor(1.0)
     if NORM:
         PARTS: gl.constexpr = 256 if NUM <= 256 else 512
-        part = gl.arange(0, PARTS, layout=_CHUNK)
+        part = gl.arange(0, PARTS, layout=_SQUARES)
         squares = gl.load(squares_ptr + part, mask=part < NUM, other=0.0, cache_modifier=".cg")
         factor = gl.rsqrt(gl.sum(squares, 0) / K + eps)
     if NORM and not WORDS:
@@ -162,7 +162,7 @@ def _load_scales(scales_ptr, output, inside):
 def _load_sums(parts, T: gl.constexpr):
     """The sums of the first T tiles [T, TILE]."""
     count: gl.constexpr = parts.shape[0] // T
-    tiles = parts._reinterpret(gl.float32, [count, T, WARPS, TILE], _LINEAR_3).index(0)
+    tiles = parts._reinterpret(gl.float32, [count, T, WARPS, TILE], LINEAR_3).index(0)
     return gl.convert_layout(gl.sum(tiles.load(_PARTS), 1), _SUMS)
 
 
@@ -474,7 +474,7 @@ def chain_kernel(
     T_MOST: gl.constexpr = max(T_HIDDEN, T_EARLY, T_LATE, T_QKV)
 
     memory = allocate(STAGES, max(C_HEADS, C_HIDDEN, C_EARLY, C_LATE), WORDS)
-    parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], _LINEAR_2)
+    parts = gl.allocate_shared_memory(gl.float32, [T_MOST, WARPS, TILE], LINEAR_2)
 
     num_hidden = (HIDDEN // TILE - program + NUM - 1) // NUM
     after_out = num_hidden * C_HEADS

@@ -7,9 +7,9 @@ With words, x is in whole numbers of 15 bits, with a power of two for each slice
 tensor core multiplies codes by the upper and by the lower byte of x, and its sums are exact. So
 codes are not converted, and eight codes need one shift and two masks.
 
-A word has four codes in two bytes. Word j of a slice has those of inputs j, j + 32, j + 64 and
+A word has four codes in two bytes. Word j of a slice has the codes of inputs j, j + 32, j + 64 and
 j + 96. So the low halves of a slice's bytes are the codes of inputs 0, 64, 1, 65 and so on. The
-high halves are those of 32, 96, 33, 97 and so on."""
+high halves are the codes of inputs 32, 96, 33, 97 and so on."""
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 # mypy: disable-error-code="index, operator, assignment"
 
@@ -36,6 +36,8 @@ _COLUMNS = gl.constexpr(8)
 _PAIRS = gl.constexpr(4)
 
 _bits_of = gluon.jit(e4m3.bits_of.fn)
+_power_of = gluon.jit(e4m3.power_of.fn)
+_inverse_of = gluon.jit(e4m3.inverse_of.fn)
 _scale_of = gluon.jit(words_kernels.scale_of.fn)
 
 # 1.5 * 2^23: a sum with it is rounded to a whole number, which are its last bits.
@@ -89,9 +91,9 @@ _CHUNK_OF_WORDS = gl.constexpr(
         [4096],
     )
 )
-_LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+LINEAR_2 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINEAR_3 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 _LINEAR_4 = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 # Rows of a tile whose parts of 16 bytes are exchanged, so that no bank of shared memory has a part
 # of two rows of eight. A row has 128 bytes, or the 64 of 32 words.
@@ -159,15 +161,15 @@ def allocate(STAGES: gl.constexpr, X_CHUNKS: gl.constexpr, WORDS: gl.constexpr):
         ring = gl.allocate_shared_memory(
             gl.int16, [2 * STAGES, 16, 1, 2, HALF, WIDTH], COPIED_WORDS
         )
-        x = gl.allocate_shared_memory(gl.int8, [8 * X_CHUNKS, 2, WARPS, 2 * WIDTH], _LINEAR_3)
+        x = gl.allocate_shared_memory(gl.int8, [8 * X_CHUNKS, 2, WARPS, 2 * WIDTH], LINEAR_3)
         factors = gl.allocate_shared_memory(gl.int32, [STAGES, 32, 1, 2, HALF], COPIED_FACTORS)
-        sums = gl.allocate_shared_memory(gl.float32, [8 * X_CHUNKS, WARPS], _LINEAR)
-        memory = (ring, full, empty, x, factors, sums)
+        of_slices = gl.allocate_shared_memory(gl.float32, [8 * X_CHUNKS, WARPS], LINEAR)
+        memory = (ring, full, empty, x, factors, of_slices)
     else:
         ring = gl.allocate_shared_memory(
             gl.float8e4nv, [2 * STAGES, 8, 1, 2, HALF, SLICE], COPIED_CODES
         )
-        x = gl.allocate_shared_memory(gl.float8e4nv, [2 * X_CHUNKS, WARPS, SLICE], _LINEAR_2)
+        x = gl.allocate_shared_memory(gl.float8e4nv, [2 * X_CHUNKS, WARPS, SLICE], LINEAR_2)
         memory = (ring, full, empty, x)
     for slot in gl.static_range(STAGES):
         mbarrier.init(full.index(2 * slot), count=1)
@@ -256,7 +258,7 @@ def store_codes(memory, chunk: gl.constexpr, codes):
     """Store a chunk of x in e4m3."""
     x_smem = memory[3]
     INPUTS: gl.constexpr = codes.shape[0]
-    chunks = x_smem._reinterpret(gl.float8e4nv, [x_smem.numel // INPUTS, INPUTS], _LINEAR)
+    chunks = x_smem._reinterpret(gl.float8e4nv, [x_smem.numel // INPUTS, INPUTS], LINEAR)
     chunks.index(chunk).store(codes)
 
 
@@ -272,10 +274,9 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     CHUNKS: gl.constexpr = x_smem.numel // (2 * INPUTS)
     x = gl.reshape(x, [SLICES, SLICE])
     # The largest number becomes 2^13 to 2^14, unless it is below 2^-100.
-    exponent = gl.maximum(gl.max(_bits_of(x), 1) >> 23, 27)
-    power = ((exponent - 13) << 23).to(gl.float32, bitcast=True)
-    inverse = ((267 - exponent) << 23).to(gl.float32, bitcast=True)
-    shifted = x * gl.expand_dims(inverse, 1) + _ROUNDING
+    exponent = gl.maximum(gl.max(_bits_of(x), 1) >> 23, 27) - 13
+    power = _power_of(exponent)
+    shifted = x * gl.expand_dims(_inverse_of(exponent), 1) + _ROUNDING
     whole = shifted.to(gl.int32, bitcast=True) - _ROUNDING_BITS
     upper = (whole + 128) >> 8
     lower = whole - (upper << 8)
@@ -285,7 +286,7 @@ def store_numbers(memory, chunk: gl.constexpr, x):
     both = gl.reshape(both, [2 * PARTS, 2, WARPS, 2 * WIDTH])
     SHAPE: gl.constexpr = [CHUNKS, 2 * PARTS, 2, WARPS, 2 * WIDTH]
     x_smem._reinterpret(gl.int8, SHAPE, _LINEAR_4).index(chunk).store(both)
-    rows = memory[5]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], _LINEAR)
+    rows = memory[5]._reinterpret(gl.float32, [2 * CHUNKS, SLICES], LINEAR)
     rows.index(2 * chunk).store(gl.sum(shifted - _ROUNDING, 1) * power)
     rows.index(2 * chunk + 1).store(power)
 
@@ -308,7 +309,7 @@ def _load_half(memory, place, WORDS: gl.constexpr):
     HALVES: gl.constexpr = ring.shape[0]
     if WORDS:
         tiles = ring._reinterpret(gl.int8, [2 * HALVES, WARPS, TILE, 2 * WIDTH], _EXCHANGED_WORDS)
-        factors = memory[4]._reinterpret(gl.int32, [2 * HALVES, WARPS, TILE], _LINEAR_2)
+        factors = memory[4]._reinterpret(gl.int32, [2 * HALVES, WARPS, TILE], LINEAR_2)
         found = ()
         for part in gl.static_range(2):
             words = tiles.index(2 * place + part).load(_CODES)
@@ -340,7 +341,7 @@ def _multiply_codes(words, x_smem, index, ASSEMBLY: gl.constexpr, sums):
 def _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES: gl.constexpr):
     """The product of a slice of words and its inputs [warps, outputs, pairs of columns]."""
     OF_WARP: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _PAIR_SUMS))
-    x_smem, x_sums = memory[3], memory[5]
+    x_smem, of_slices = memory[3], memory[5]
     sums = gl.zeros([WARPS, TILE, _COLUMNS], gl.int32, layout=_RESULTS)
     first = 8 * chunk + 2 * part
     sums = _multiply_codes(words, x_smem, first, _LOW_CODES, sums)
@@ -348,8 +349,8 @@ def _multiply_slice(words, factor, memory, chunk, part, HALF_SCALES: gl.constexp
     upper, lower = gl.split(gl.reshape(sums, [WARPS, TILE, _PAIRS, 2]))
     whole = gl.convert_layout((upper << 8) + lower, _PAIR_SUMS).to(gl.float32)
     zero = (factor & -65536).to(gl.float32, bitcast=True) + 128.0  # -zero.
-    total = gl.expand_dims(x_sums.index(8 * chunk + part).load(OF_WARP), 1)
-    power = x_sums.index(8 * chunk + 4 + part).load(OF_WARP)
+    total = gl.expand_dims(of_slices.index(8 * chunk + part).load(OF_WARP), 1)
+    power = of_slices.index(8 * chunk + 4 + part).load(OF_WARP)
     power = gl.expand_dims(gl.expand_dims(power, 1), 2)
     sums = whole * power + gl.expand_dims(zero * total, 2)
     return sums * gl.expand_dims(_scale_of(factor, HALF_SCALES), 2)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from parrot.engine.kernels.gluon_parts import LET_NEXT_START, WAIT_FOR_PREVIOUS, barrier, run
 from parrot.engine.kernels.linear import warp_group_tiles, words_kernels
-from parrot.engine.kernels.linear.chain_tiles import COPIED_FACTORS, COPIED_WORDS, WIDTH
+from parrot.engine.kernels.linear.chain_tiles import COPIED_FACTORS, COPIED_WORDS, LINEAR, WIDTH
 from parrot.engine.kernels.linear.parts import gated
 
 GROUPS = gl.constexpr(4)
@@ -31,7 +31,6 @@ REGISTERS = gl.constexpr(112)  # Of a thread that multiplies.
 COPIED_X = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # The words of an output are 64 bytes. See `chain_tiles`.
 _EXCHANGED_WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-_LINEAR = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 _SQUARES = gl.constexpr(gl.BlockedLayout([1, 4], [16, 2], [4, 1], [1, 0]))  # [rows, parts]
 
 _PART_0, _PART_1, _PART_2, _PART_3 = (gl.constexpr(part.value) for part in words_kernels.PARTS)
@@ -119,7 +118,7 @@ def _product(memory, count, GROUP: gl.constexpr, SUMS: gl.constexpr, HALF: gl.co
     ROWS: gl.constexpr = x_ring.shape[1]
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     tiles = ring._reinterpret(gl.int16, [STAGES * GROUPS, SIZE, WIDTH], _EXCHANGED_WORDS)
-    tile_factors = factor_ring._reinterpret(gl.int32, [STAGES * GROUPS, SIZE], _LINEAR)
+    tile_factors = factor_ring._reinterpret(gl.int32, [STAGES * GROUPS, SIZE], LINEAR)
     zeros = gl.zeros([SIZE, ROWS], gl.float32, layout=SUMS)
     result = zeros
     for index in range(count):
@@ -254,7 +253,7 @@ def warp_group_kernel(
         gl.int32, [STAGES, 1, OUTPUTS // 16, 2, 8], COPIED_FACTORS
     )
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, ROWS, BLOCK], COPIED_X)
-    norm_factors = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], _LINEAR)
+    norm_factors = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS], LINEAR)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
