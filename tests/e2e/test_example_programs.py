@@ -11,12 +11,12 @@ from parrot.cluster import Cluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PROGRAMS = sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != "common.py")
-# A sensible answer has one of these words. Titles that a program prints have none.
+# A sensible answer has one of these words. Titles and inputs that a program prints have none.
 EXPECTED = {
     "agent_with_tools.py": ('{"copies":3}', "9 euros"),
     "best_of_n.py": ("honey", "bee", "sweet", "village"),
     "chain_summary.py": ("parrot", "word"),
-    "chatbot.py": ("robin", "seed", "fruit", "nut", "vegetable"),
+    "chatbot.py": ("seed", "fruit", "nut", "vegetable"),
     "hello_world.py": ("hello", "hi ", "day", "robin"),
     "joke_with_explanation.py": ("parrot", "program", "code"),
     "linux_terminal.py": ("/home/robin",),
@@ -31,7 +31,8 @@ PARAGRAPHS = "\n\n".join(f"On day {day} the parrot learned a new word. " * 8 for
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster(engines=[{"model": "embedded"}]) as running:
+    # In the model's own type, greedy answers depend on which programs share a step.
+    with Cluster(engines=[{"model": "embedded", "dtype": "float32"}]) as running:
         yield running
 
 
@@ -79,5 +80,4 @@ def test_the_answers_of_example_programs_make_sense(
     assert started[program].returncode == 0, stderr
     assert "---" in stdout
     assert "Traceback" not in stderr
-    answers = "\n".join(line for line in stdout.splitlines() if not line.startswith("You: "))
-    assert any(word in answers.lower() for word in EXPECTED[program]), stdout
+    assert any(word in stdout.lower() for word in EXPECTED[program]), stdout
