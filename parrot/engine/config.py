@@ -177,6 +177,12 @@ class BuiltinInstance(ConfigModel):
         description="`auto`: the type of the model. `fp8`: one byte for each number, so that twice "
         "as many tokens fit as with bfloat16 (docs/internals/kernels.md lists the loss).",
     )
+    head_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="Matrix that computes logits. `auto`: the type of the model, or on a GPU the "
+        "codes of a quantised checkpoint. `int8`: eight bits and a scale for each 64 inputs, on a "
+        "GPU: decodes of up to 64 sequences are faster (docs/engines.md lists the loss).",
+    )
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = Field(
         1,
         description="Number of GPUs of this machine for one model, starting with `device`. Each "

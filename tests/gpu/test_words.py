@@ -1,7 +1,10 @@
 """Products with coded weights on the device, and models with such weights."""
 
+import json
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,17 +12,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.kernels.linear.words import words_linear, words_numbers
+from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
 from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.forward import make_forward
 from parrot.engine.models.layers import RMSNorm
-from parrot.engine.models.words_linear import matrix_of, words_of
+from parrot.engine.models.packed import Head
+from parrot.engine.models.words_linear import WordsLinear, matrix_of, words_of
 from parrot.engine.models.words_weights import WordsWeight, words_product
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from tests.support.four_bit_checkpoints import quantise_folder
-from tests.support.gguf_models import Kind, write_gguf
+from tests.support.gguf_models import Arrays, Kind, write_gguf
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -174,19 +181,92 @@ def test_greedy_tokens_of_gguf_files(tmp_path: Path, kinds: dict[str, Kind]) -> 
     assert same >= len(pairs) - 2, pairs
 
 
+def untie(stored: Arrays, _: object) -> None:
+    stored["output.weight"] = stored["token_embd.weight"][::-1].copy()
+
+
+def with_head(folder: Path, head: str) -> Checkpoint:
+    """A model with a tied or an untied head, or a GGUF file with a head of this type."""
+    if head not in ("tied", "untied"):
+        path = folder / "model.gguf"
+        write_gguf(path, change=untie, kind={"output.weight": Kind[head]}, sizes=HEAD_SIZES)
+        return open_checkpoint(str(path))
+    overrides = SIZES | {"tie_word_embeddings": head == "tied"}
+    return open_checkpoint(str(make_tiny_model(folder, "llama", overrides=overrides)))
+
+
+HEAD_SIZES = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 256}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("head", ["tied", "untied", "Q8_0", "Q6_K"])
+def test_logits_of_a_head_in_codes(tmp_path: Path, head: str) -> None:
+    """The logits are the products with the rounded numbers, for few rows and for many."""
+    checkpoint, device = with_head(tmp_path / "model", head), torch.device("cuda")
+    kind = Head.INT8 if head in ("tied", "untied") else Head.KEPT
+    model = load_decoder(checkpoint, torch.bfloat16, device, head=kind)
+    assert isinstance(model.lm_head, WordsLinear)
+    numbers = matrix_of(model.lm_head.matrix).numbers().double()
+    name = "model.embed_tokens.weight" if head == "tied" else "lm_head.weight"
+    stored = checkpoint.take(name, device).double()
+    assert float((numbers - stored).norm() / stored.norm()) < 0.01
+    forward = make_forward(model, 128)
+    for rows in (1, 8, 64, 65, 200):
+        x = torch.randn(rows, 512, device=device, dtype=torch.bfloat16)
+        expected = x.double() @ numbers.T
+        for found in (model.head(x), forward.head(x)):
+            assert float((found.double() - expected).norm() / expected.norm()) < 0.004, rows
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_greedy_tokens_with_a_head_of_eight_bits(tmp_path: Path, is_tied: bool) -> None:
+    """They are nearly equal to those of a model whose head has the rounded numbers."""
+    overrides = SIZES | {"tie_word_embeddings": is_tied}
+    folder = make_tiny_model(tmp_path / "model", "llama", overrides=overrides)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
+    tensors["lm_head.weight"] = CodedMatrix.rounded(tensors[name]).numbers()
+    twin = shutil.copytree(folder, tmp_path / "twin")
+    save_file(tensors, twin / "model.safetensors", {"format": "pt"})
+    config = json.loads((twin / "config.json").read_text())
+    (twin / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    found, _ = outputs(folder, "auto", counts=(1, 8, 64, 200), head_dtype="int8")
+    expected, _ = outputs(twin, "auto", counts=(1, 8, 64, 200))
+    pairs = list(zip(found, expected, strict=True))
+    same = sum(ours[:2] == theirs[:2] for ours, theirs in pairs)
+    assert same >= 0.95 * len(pairs), pairs
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K])
+def test_an_untied_head_of_a_gguf_file_stays_in_codes(tmp_path: Path, kind: Kind) -> None:
+    path, tokenizer = tmp_path / "model.gguf", str(tmp_path / "twin")
+    write_gguf(path, change=untie, kind={"output.weight": kind}, sizes=HEAD_SIZES)
+    packed, packed_memory = outputs(path, "auto", tokenizer)
+    numbers, memory = outputs(path, "bfloat16", tokenizer)
+    assert packed_memory < memory
+    pairs = list(zip(packed, numbers, strict=True))
+    same = sum(ours[:4] == theirs[:4] for ours, theirs in pairs)
+    assert same >= len(pairs) - 2, pairs
+
+
 def random_prompts(*lengths: int) -> list[list[int]]:
     rng = random.Random(len(lengths))
     return [[rng.randrange(250) for _ in range(length)] for length in lengths]
 
 
-def outputs(model: Path, dtype: str, tokenizer: str = "") -> tuple[list[list[int]], float]:
-    """Greedy outputs, and the size of the weights in MiB."""
-    config = {"model": str(model), "device": "cuda", "dtype": dtype, "tokenizer": tokenizer}
-    config |= {"instance": {"num_kv_cache_blocks": 64}}
+def outputs(
+    model: Path, dtype: str, tokenizer: str = "", counts: tuple[int, ...] = (), **instance: str
+) -> tuple[list[list[int]], float]:
+    """Greedy outputs, and the size of the weights in MiB. `counts`: of sequences in a step."""
+    config: dict[str, Any] = {"model": str(model), "device": "cuda", "dtype": dtype}
+    config |= {"tokenizer": tokenizer, "instance": {"num_kv_cache_blocks": 512} | instance}
     runner = load_runner(BuiltinConfig.model_validate(config))[0]
     assert isinstance(runner, CudaRunner)
     driver, found = Driver(runner), []
     for prompts, chunk in ((random_prompts(5), None), (random_prompts(5, 35, 170), None),
                            (random_prompts(90, 170), 33)):  # fmt: skip
         found += driver.generate([driver.context(p) for p in prompts], 12, chunk)
+    for count in counts:
+        prompts = random_prompts(*[5] * count)
+        found += driver.generate([driver.context(prompt) for prompt in prompts], 4)
     return found, runner.info.model_mem

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from parrot.engine.models.codes import CodeFormat
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.default_sampling import (
     EMBEDDED_SAMPLING,
@@ -23,7 +23,7 @@ from parrot.engine.models.default_sampling import (
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.gguf_file import GGUFFile
-from parrot.engine.models.packed import Packed, Weights
+from parrot.engine.models.packed import Head, Packed, Weights
 from parrot.engine.models.parallel import Part, Partition
 from parrot.engine.models.quantisation import block_size, four_bit_format, group_size
 from parrot.engine.models.random_tensors import RandomTensors
@@ -31,7 +31,7 @@ from parrot.engine.models.reading import usable
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
-from parrot.engine.models.tensors import TensorPlan, source_shapes, tensor_plans
+from parrot.engine.models.tensors import HEAD, OWN, TensorPlan, source_shapes, tensor_plans
 from parrot.engine.models.tokenizers import (
     folder_tokenizer,
     gguf_tokenizer,
@@ -42,6 +42,9 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
 from parrot.utils.installation import EMBEDDED_LINE, EMBEDDED_PACKAGE
+
+if TYPE_CHECKING:
+    from parrot.engine.models.four_bit_folder import FourBitFolder
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +95,7 @@ class Checkpoint:
     tensors: TensorSource
     read_tokenizer: Callable[[], TokenizerResponse]  # May raise any exception.
     default_sampling: DefaultSampling
-    # How a GPU keeps matrices of a GGUF file, by the file's Hugging Face names.
+    # How a GPU keeps matrices of codes, by the checkpoint's Hugging Face names.
     gpu_formats: Mapping[str, CodeFormat] = field(default_factory=dict)
 
     def load_tokenizer(self) -> TokenizerResponse:
@@ -142,7 +145,7 @@ class Checkpoint:
         return matrix
 
     def gpu_format(self, name: str) -> CodeFormat | None:
-        """How a GPU keeps a matrix of a GGUF file; None in the decoder's type."""
+        """How a GPU keeps a matrix of codes; None for plain numbers and for e4m3."""
         plan = self.plans[name]
         return self.gpu_formats.get(plan.source) if plan.is_unchanged else None
 
@@ -203,23 +206,28 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
     config = read_json(path / "config.json")
     if not config:
         raise ConfigError(f"{path}: no readable config.json; not a model folder")
-    return _checkpoint(
+    folder = None if dummy else _folder_tensors(path, config)
+    found = _checkpoint(
         str(path),
         config,
-        None if dummy else _folder_tensors(path, config),
+        folder,
         lambda size: _folder_or_word_tokenizer(path, {**config, "vocab_size": size}, dummy),
         folder_sampling(path),
         seed,
     )
+    if folder is None or isinstance(folder, SafetensorsFolder):
+        return found
+    return replace(found, gpu_formats=folder.gpu_formats(source_shapes(found.plans)))
 
 
-def _folder_tensors(path: Path, config: HFConfig) -> TensorSource:
+def _folder_tensors(path: Path, config: HFConfig) -> "SafetensorsFolder | FourBitFolder":
     folder, kind = SafetensorsFolder(path, block_size(config)), four_bit_format(config)
-    if kind is None:
+    group = group_size(config)
+    if kind is None or group is None:
         return folder
     from parrot.engine.models.four_bit_folder import FourBitFolder  # Only checkpoints with it.
 
-    return FourBitFolder(folder, kind)
+    return FourBitFolder(folder, kind, group)
 
 
 def open_tokenizer(name: str) -> TokenizerResponse:
@@ -342,11 +350,13 @@ def load_decoder(
     device: torch.device,
     *,
     weights: Weights = Weights.PLAIN,
+    head: Head = Head.PLAIN,
     shard: Partition | None = None,
 ) -> Decoder:
     """Read, convert and pack the weights. Each thread loads one layer at a time.
 
-    Codes that are kept need bfloat16 as `dtype`. `shard`: load only one rank's part.
+    Codes that are kept need bfloat16 as `dtype`. `head`: KEPT for an untied head in codes only.
+    `shard`: load only one rank's part.
     """
     spec, ranks = (checkpoint.spec, None) if shard is None else (shard.local_spec, shard.ranks)
 
@@ -357,6 +367,8 @@ def load_decoder(
         return checkpoint.take(name, device, part(name)).to(device=device, dtype=dtype)
 
     def take_packed(name: str) -> Packed | None:
+        if name == HEAD:
+            return take_head()
         if weights is Weights.PLAIN:
             return None
         matrix = checkpoint.take_packed(name, device, part(name))
@@ -365,6 +377,14 @@ def load_decoder(
         if weights is Weights.E4M3 and not isinstance(matrix, Fp8Matrix):
             return Fp8Matrix.of(take(name))
         return matrix
+
+    def take_head() -> Packed | None:
+        if head is Head.PLAIN:
+            return None
+        name = f"{OWN.embed}.weight" if spec.tie_embeddings else HEAD
+        if head is Head.INT8:
+            return CodedMatrix.rounded(checkpoint.take(name, device, part(name)))
+        return checkpoint.take_packed(name, device, part(name))
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)

@@ -6,6 +6,10 @@ from math import gcd
 
 import torch
 
+_INT8_GROUPS = (64, 32, 16)
+_LARGEST_CODE = 127
+_SLICE = 4096  # Rows that `CodedMatrix.rounded` rounds at once.
+
 
 @dataclass(frozen=True, slots=True)
 class CodeFormat:
@@ -17,6 +21,12 @@ class CodeFormat:
     def joined(self, other: "CodeFormat") -> "CodeFormat":
         """The format of `CodedMatrix.joined`."""
         return CodeFormat(max(self.bits, other.bits), gcd(self.group, other.group))
+
+    @classmethod
+    def int8(cls, inputs: int) -> "CodeFormat | None":
+        """The format of `CodedMatrix.rounded`; None if 16 does not divide the inputs."""
+        group = next((size for size in _INT8_GROUPS if inputs % size == 0), None)
+        return None if group is None else cls(8, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,30 @@ class CodedMatrix:
         Exact for scales of 16 bits."""
         scales = scales.float()
         return cls(codes, scales, scales * -zeros.float())
+
+    @classmethod
+    def rounded(cls, numbers: torch.Tensor) -> "CodedMatrix":
+        """Numbers of any type [rows, columns] in int8, in groups of `CodeFormat.int8`.
+
+        bfloat16 holds each scale: the largest number of the group / 127, rounded. A number changes
+        by at most half a scale. Raises `ValueError` if 16 does not divide the columns."""
+        rows, columns = numbers.shape
+        kind = CodeFormat.int8(columns)
+        if kind is None:
+            raise ValueError(f"16 does not divide {columns} columns")
+        codes = torch.empty_like(numbers, dtype=torch.int8, memory_format=torch.contiguous_format)
+        shape = rows, columns // kind.group
+        scales = torch.empty(shape, dtype=torch.float32, device=numbers.device)
+        for first in range(0, rows, _SLICE):  # A large matrix in float32 may not fit in memory.
+            part = slice(first, first + _SLICE)
+            groups = numbers[part].float().reshape(-1, columns // kind.group, kind.group)
+            scale = (groups.abs().amax(2) / _LARGEST_CODE).to(torch.bfloat16).float()
+            scales[part] = scale
+            scale = scale.masked_fill(scale == 0, 1.0).unsqueeze(2)
+            # Codes of groups with a subnormal scale may be larger.
+            limited = (groups / scale).round_().clamp_(-_LARGEST_CODE, _LARGEST_CODE)
+            codes[part] = limited.flatten(1).to(torch.int8)
+        return cls(codes, scales, torch.zeros_like(scales))
 
     @property
     def bits(self) -> int:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from parrot.engine.kernels.attention_shape import HeadNorm
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.fp8 import Fp8Linear
 from parrot.engine.models.layers import (
     ACTIVATIONS,
@@ -23,8 +24,8 @@ from parrot.engine.models.layers import (
 from parrot.engine.models.packed import Packed, packed_linear
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.tensors import OUTPUT_SCALE, OWN, num_weights
-from parrot.engine.models.words_linear import WordsLinear
+from parrot.engine.models.tensors import HEAD, OUTPUT_SCALE, OWN, num_weights
+from parrot.engine.models.words_linear import WordsLinear, words_of
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -36,7 +37,8 @@ It must not change q, k and v. The next call may overwrite its result."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-# A matrix by name in a packed format; None if it is multiplied in the model's dtype.
+# A matrix by name in a packed format; None if it is multiplied in the model's dtype. `HEAD` is the
+# head also if it is tied: the embedding in codes, or None.
 TakePacked = Callable[[str], Packed | None]
 
 
@@ -186,14 +188,16 @@ class Decoder:
     ) -> None:
         """`map_layers` may build the layers in parallel.
 
-        With `ranks`, `spec` has the heads and the inner width of one rank, and `take` returns this
-        rank's parts."""
+        With `ranks`, `spec` has the heads and the inner width of one rank, and the functions that
+        take tensors return this rank's parts."""
         self.spec = spec
         self.dtype = dtype
         self.device = device
         self.ranks = ranks
         self.vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
         self.embed = self._of_vocabulary(take(f"{OWN.embed}.weight"))
+        # Rounding the head takes memory that the layers use afterwards.
+        self.lm_head = self._build_head(take, take_packed(HEAD))
         self._embed_scale: torch.Tensor | None = None
         if spec.embed_scale != 1.0:
             self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
@@ -212,28 +216,38 @@ class Decoder:
             )
         )
         self.norm = _build_norm(spec, take, OWN.final_norm) if spec.final_norm else None
-        head = self.embed
-        if not spec.tie_embeddings:
-            head = self._of_vocabulary(take(f"{OWN.lm_head}.weight"))
-        self.lm_head = make_linear(head, None)
+
+    def _build_head(self, take: TakeTensor, packed: Packed | None) -> Linear:
+        if isinstance(packed, CodedMatrix):
+            words = words_of(packed.map(self._of_vocabulary))
+            if words is not None:
+                return WordsLinear(words, None)
+        if self.spec.tie_embeddings:
+            return make_linear(self.embed, None)
+        return make_linear(self._of_vocabulary(take(HEAD)), None)
 
     def _of_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.vocabulary is None else self.vocabulary.padded(rows)
 
     @property
+    def num_head_codes(self) -> int:
+        """Codes of this rank's head; 0 for a head in the decoder's type."""
+        if not isinstance(self.lm_head, WordsLinear):
+            return 0
+        return self.lm_head.matrix.outputs * self.lm_head.matrix.inputs
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of this rank's weights."""
-        # A tied embedding counts twice if a packed copy exists. Weights that also exist with four
-        # bits count twice as well.
+        # A tied embedding counts twice if a copy exists that is packed or in codes. Weights that
+        # also exist with four bits count twice as well.
         is_tied, (num_tokens, width) = self.spec.tie_embeddings, self.embed.shape
         count = num_weights(self.spec)
         count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
-        if is_tied and self.device.type == "cpu":
+        if is_tied and (self.num_head_codes or self.device.type == "cpu"):
             count += self.embed.numel()
-        linears, item_size = (
-            [x for layer in self.layers for x in layer.linears],
-            self.dtype.itemsize,
-        )
+        linears = [self.lm_head, *(x for layer in self.layers for x in layer.linears)]
+        item_size = self.dtype.itemsize
         extra = sum(x.num_bytes for x in linears if isinstance(x, FourBitLinear))
         for fp8 in (x.matrix for x in linears if isinstance(x, Fp8Linear)):
             extra += fp8.num_bytes - fp8.codes.numel() * item_size

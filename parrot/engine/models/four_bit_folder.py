@@ -11,12 +11,12 @@ outputs in the order `_AWQ_ORDER`. GPTQ's format `gptq` stores zeros minus one; 
 from the next code, so one is added to the whole word. A number is (code - zero) * scale."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.quantisation import FourBitFormat
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
@@ -54,8 +54,10 @@ class _Found:
 class FourBitFolder:
     """The tensors of a folder in which modules have codes of four bits instead of a weight."""
 
-    def __init__(self, folder: SafetensorsFolder, kind: FourBitFormat) -> None:
+    def __init__(self, folder: SafetensorsFolder, kind: FourBitFormat, group: int) -> None:
+        """`group`: inputs with one scale, as the configuration names them."""
         self._folder = folder
+        self._group = group
         self._kind = kind
         self._end = f".{_CODES[kind]}"
 
@@ -83,6 +85,10 @@ class FourBitFolder:
         if part is None or matrix.codes.shape[part.dim] != part.size:
             return matrix
         return part.of_codes(matrix)
+
+    def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
+        """How a GPU keeps those of the matrices that have codes."""
+        return {name: CodeFormat(4, self._group) for name in names if self._has_codes(name)}
 
     def _has_codes(self, name: str) -> bool:
         return name.endswith(".weight") and name.removesuffix(".weight") + self._end in self._folder

@@ -20,7 +20,7 @@ from parrot.engine.models.fused_weights import EMBEDDING_SLOT, LayerWeight
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.rope import angle_table
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.weights import plain_weight
+from parrot.engine.models.weights import weight_of
 
 if TYPE_CHECKING:
     from parrot.engine.kernels.linear.chain import RowChain
@@ -76,7 +76,7 @@ class FusedDecoder:
             FusedLayer.of(layer, tables[layer.spec.attention.rope]) for layer in model.layers
         ]
         self._norm = model.norm
-        self._lm_head: LayerWeight = plain_weight(model.lm_head)
+        self._lm_head: LayerWeight = weight_of(model.lm_head)
         self._chain = _chain_of(self._layers, model)
 
     def __call__(

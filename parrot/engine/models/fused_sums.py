@@ -17,7 +17,7 @@ from parrot.engine.models.fused import HANDLED, HANDLED_BY_ATTENTION, angle_tabl
 from parrot.engine.models.fused_weights import LayerWeight
 from parrot.engine.models.layers import Norm, RMSNorm
 from parrot.engine.models.spec import DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.weights import plain_weight, weight_of
+from parrot.engine.models.weights import weight_of
 
 _HANDLED_HERE = (*HANDLED, "embed_scale", "logit_scale", "logit_softcap")
 
@@ -91,7 +91,7 @@ class SummingDecoder:
         self._model = model
         tables = angle_tables(model, max_positions)
         self._layers = [_Layer.of(x, tables[x.spec.attention.rope]) for x in model.layers]
-        self._lm_head = plain_weight(model.lm_head)
+        self._lm_head = weight_of(model.lm_head)
 
     def __call__(
         self,

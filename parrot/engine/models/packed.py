@@ -35,6 +35,14 @@ class Weights(Enum):
         return 1.0 if stays_e4m3(config) else None
 
 
+class Head(Enum):
+    """How a decoder keeps the matrix that computes logits."""
+
+    PLAIN = "in the decoder's type"
+    KEPT = "in the codes of the checkpoint"
+    INT8 = "rounded to eight bits"
+
+
 def code_bytes(code_format: CodeFormat) -> float:
     """Bytes of a code on a GPU, with its part of the factors of its group."""
     bits, group = code_format.bits, code_format.group

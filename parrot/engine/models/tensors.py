@@ -17,6 +17,7 @@ from parrot.engine.models.spec import (
 )
 
 OWN = TensorNames()  # The decoder's own names.
+HEAD = f"{OWN.lm_head}.weight"  # The matrix that computes logits, if it is not the embedding.
 OUTPUT_SCALE = "layer_scalar"  # A layer's tensor that belongs to no module.
 _FIELDS = {getattr(OWN, x.name): x.name for x in fields(OWN)}
 
@@ -89,6 +90,11 @@ def num_matrix_weights(spec: DecoderSpec) -> int:
     """The weights of the matrices of all layers."""
     plans = tensor_plans(spec)
     return sum(prod(plans[name].shape) for name in plans if is_matrix(name))
+
+
+def head_shape(spec: DecoderSpec) -> tuple[int, int]:
+    """The shape of the embedding and of the matrix that computes logits."""
+    return spec.vocab_size, spec.embed_dim or spec.hidden_size
 
 
 def is_matrix(name: str) -> bool:
@@ -204,10 +210,10 @@ def _head_order(rope: RopeSpec | None, size: int, head_dim: int) -> tuple[int, .
 
 
 def _top_shapes(spec: DecoderSpec) -> dict[str, Shape]:
-    hidden, width = spec.hidden_size, spec.embed_dim or spec.hidden_size
-    shapes = _module(OWN.embed, spec.vocab_size, width)
+    hidden, (_, width) = spec.hidden_size, head_shape(spec)
+    shapes = _module(OWN.embed, *head_shape(spec))
     if not spec.tie_embeddings:
-        shapes |= _module(OWN.lm_head, spec.vocab_size, width)
+        shapes |= _module(OWN.lm_head, *head_shape(spec))
     if spec.final_norm:
         shapes |= _module(OWN.final_norm, hidden, bias=spec.norm.bias)
     if spec.position_offset is not None:

@@ -10,7 +10,9 @@ from parrot.engine.models.words_linear import WordsLinear
 
 
 def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
-    """The products with a weight of a layer. `slot`: of symmetric memory, for sums over ranks."""
+    """The products with a weight of a layer, or with the head.
+
+    `slot`: of symmetric memory, for sums over ranks."""
     if isinstance(linear, SummedLinear):
         return replace(weight_of(linear.linear), ranks=linear.ranks, slot=slot)
     if isinstance(linear, Fp8Linear):
@@ -21,10 +23,5 @@ def weight_of(linear: Linear, slot: int = 0) -> LayerWeight:
         from parrot.engine.models.words_weights import WordsWeight  # Only models with them.
 
         return WordsWeight.of(linear.matrix, linear.bias)
-    return plain_weight(linear)
-
-
-def plain_weight(linear: Linear) -> Weight:
-    """The products with a weight that has the model's type."""
     assert isinstance(linear, PlainLinear), "fused kernels need weights as they are"
     return Weight(linear.weight, linear.bias)

@@ -1,12 +1,13 @@
 """Whether a model fits in the memory of its device, before it is loaded."""
 
 import logging
+from math import prod
 
 import torch
 
 from parrot.engine.config import BuiltinInstance
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.models.tensors import num_matrix_weights, num_weights
+from parrot.engine.models.tensors import head_shape, num_matrix_weights, num_weights
 from parrot.engine.runner.host.copies import available_memory
 from parrot.engine.runner.sizes import KvSizes
 from parrot.utils.config import ConfigError
@@ -24,11 +25,13 @@ def require_fit(
     device: torch.device,
     *,
     matrix_bytes: float | None = None,
+    head_bytes: float | None = None,
 ) -> None:
     """Raise `ConfigError` if the weights and the KV of a rank exceed the free memory.
 
     `spec` and `sizes` are those of one rank. `matrix_bytes`: bytes of a number of
-    the matrices of layers, if they are quantised."""
+    the matrices of layers, if they are quantised. `head_bytes`: the same of the matrix that
+    computes logits."""
     layout = sizes.layout
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -39,8 +42,14 @@ def require_fit(
         where = f"{free / _GIB:.1f} GiB of CPU memory are free"
     weights = num_weights(spec) * layout.dtype.itemsize
     takes = f"its weights take {weights / _GIB:.1f} GiB as {layout.dtype}"
+    if head_bytes is not None:
+        num_codes = prod(head_shape(spec)) // instance.tensor_parallel
+        # A tied embedding also stays in the model's type.
+        replaced = 0 if spec.tie_embeddings else layout.dtype.itemsize
+        weights += int(num_codes * (head_bytes - replaced))
     if matrix_bytes is not None:
         weights -= int(num_matrix_weights(spec) * (layout.dtype.itemsize - matrix_bytes))
+    if matrix_bytes is not None or head_bytes is not None:
         takes = f"its weights take {weights / _GIB:.1f} GiB with quantised matrices"
     if weights > free:
         raise ConfigError(

@@ -86,6 +86,7 @@ def blocks_in_free_memory(
     `num_ranks` ranks divide the CPU memory evenly. `step_bytes`: GPU memory that is left for
     steps at least."""
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # Loading and rounding weights leaves unused memory there.
         free, _ = torch.cuda.mem_get_info(device)
         return device_pool_bytes(free, step_bytes) // layout.block_bytes
     budget = min(_CPU_CACHE_LIMIT, int(available_memory() * _CPU_SHARE_OF_FREE))

@@ -34,7 +34,13 @@ from parrot.engine.runner.ranks import MemoryLayout, RankMember, RankProcesses, 
 from parrot.engine.runner.ranks.group import RankGroup
 from parrot.engine.runner.sizes import KvMemory, KvSizes
 from parrot.engine.runner.step_memory import step_bytes
-from parrot.engine.runner.weights import E4M3, bytes_of_matrices, choose_weights
+from parrot.engine.runner.weights import (
+    E4M3,
+    bytes_of_head,
+    bytes_of_matrices,
+    choose_head,
+    choose_weights,
+)
 from parrot.utils.config import ConfigError
 
 if TYPE_CHECKING:
@@ -88,10 +94,7 @@ def load_rank(
     dtype = resolve_dtype(config.dtype, device)
     memory = KvMemory(spec, config, block_size, dtype)
     sizes = memory.with_blocks(instance.num_kv_cache_blocks or 1)
-    weights = choose_weights(config, checkpoint, shard, device, dtype)
-    matrix_bytes = bytes_of_matrices(weights, checkpoint, shard, device, dtype)
-    require_fit(checkpoint.source, spec, sizes, instance, device, matrix_bytes=matrix_bytes)
-    model = load_decoder(checkpoint, dtype, device, weights=weights, shard=shard)
+    model, unpacks = _load_model(config, checkpoint, shard, sizes, device)
     unit = None
     if member is not None:
         shared = _shared_memory(config, model, member) if use_triton else None
@@ -99,8 +102,9 @@ def load_rank(
     group, report = (None, _no_report) if member is None else (member.group, member.report)
     report("measuring free memory")
     if instance.num_kv_cache_blocks is None:
-        unpacks = matrix_bytes is not None and weights is Weights.KEPT
-        of_steps = step_bytes(spec, config.scheduler, dtype, unpacks=unpacks)
+        of_steps = step_bytes(
+            spec, config.scheduler, dtype, unpacks=unpacks, num_head_codes=model.num_head_codes
+        )
         sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group, of_steps))
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
         num_bytes = host_bytes_for_all(instance.host_kv_gb, sizes, group)
@@ -115,6 +119,33 @@ def load_rank(
     report(None)
     _log(runner)
     return LoadedModel(runner, tokenizer, checkpoint.default_sampling)
+
+
+def _load_model(
+    config: BuiltinConfig,
+    checkpoint: Checkpoint,
+    shard: Partition | None,
+    sizes: KvSizes,
+    device: torch.device,
+) -> tuple[Decoder, bool]:
+    """The decoder of a rank, and whether large steps convert the matrices of its layers.
+
+    Raises `ConfigError` if the weights do not fit, or cannot have the configured format."""
+    spec, dtype = checkpoint.spec if shard is None else shard.local_spec, sizes.layout.dtype
+    weights = choose_weights(config, checkpoint, shard, device, dtype)
+    head = choose_head(config, checkpoint, weights, device, dtype)
+    matrix_bytes = bytes_of_matrices(weights, checkpoint, shard, device, dtype)
+    require_fit(
+        checkpoint.source,
+        spec,
+        sizes,
+        config.instance,
+        device,
+        matrix_bytes=matrix_bytes,
+        head_bytes=bytes_of_head(head, checkpoint),
+    )
+    model = load_decoder(checkpoint, dtype, device, weights=weights, head=head, shard=shard)
+    return model, matrix_bytes is not None and weights is Weights.KEPT
 
 
 def blocks_for_all(

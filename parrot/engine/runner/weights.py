@@ -12,17 +12,17 @@ from parrot.engine.kernels.linear.words_layout import has_words
 from parrot.engine.models.checkpoint import Checkpoint
 from parrot.engine.models.codes import CodeFormat
 from parrot.engine.models.fp8 import unaligned
-from parrot.engine.models.packed import Weights, code_bytes
+from parrot.engine.models.packed import Head, Weights, code_bytes
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.quantisation import group_size, stays_e4m3
-from parrot.engine.models.tensors import is_matrix, products_of
+from parrot.engine.models.tensors import HEAD, head_shape, is_matrix, products_of
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
 
 # Lowest CUDA compute capabilities with conversions of e4m3, and with instructions for bfloat16.
 E4M3 = (8, 9)
-_FOUR_BIT = (8, 0)
+_CODES = (8, 0)
 
 
 def choose_weights(
@@ -41,7 +41,7 @@ def choose_weights(
         # The kernel for four bits multiplies bfloat16.
         return Weights.KEPT if dtype is torch.bfloat16 else Weights.PLAIN
     in_e4m3 = config.dtype == "fp8" or stays_e4m3(checkpoint.config)
-    reason = _without_kernels(device, E4M3 if in_e4m3 else _FOUR_BIT)
+    reason = _without_kernels(device, E4M3 if in_e4m3 else _CODES)
     if in_e4m3 and reason is None:
         reason = unaligned(_matrix_shapes(checkpoint, shard))
     group = group_size(checkpoint.config)
@@ -80,6 +80,42 @@ def bytes_of_matrices(
     counts = [(names, sum(prod(shapes[name]) for name in names)) for names in products_of(shapes)]
     num_bytes = sum(bytes_of_product(names) * count for names, count in counts)
     return num_bytes / sum(count for _, count in counts)
+
+
+def choose_head(
+    config: BuiltinConfig,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Head:
+    """How the matrix that computes logits is kept. `weights`: see `choose_weights`.
+
+    Raises `ConfigError` for `int8` on a device, in a type or of a width that the kernels do not
+    have."""
+    if config.instance.head_dtype == "auto":
+        may_keep = device.type == "cuda" and weights is Weights.KEPT and HEAD in checkpoint.plans
+        is_coded = may_keep and checkpoint.gpu_format(HEAD) is not None
+        return Head.KEPT if is_coded else Head.PLAIN
+    reason, (_, inputs) = _without_kernels(device, _CODES), head_shape(checkpoint.spec)
+    if reason is None and dtype is not torch.bfloat16:
+        reason = f"needs bfloat16, and `dtype` is {config.dtype}"
+    if reason is None and CodeFormat.int8(inputs) is None:
+        reason = f"needs a head whose inputs 16 divides, and this one has {inputs}"
+    if reason is not None:
+        raise ConfigError(f"`instance.head_dtype`: int8 {reason}; use auto")
+    return Head.INT8
+
+
+def bytes_of_head(head: Head, checkpoint: Checkpoint) -> float | None:
+    """Bytes of a number of the matrix that computes logits; None for those of the model's type."""
+    if head is Head.PLAIN:
+        return None
+    if head is Head.KEPT:
+        found = checkpoint.gpu_format(HEAD)
+    else:
+        found = CodeFormat.int8(head_shape(checkpoint.spec)[1])
+    return None if found is None else code_bytes(found)
 
 
 def _without_kernels(device: torch.device, capability: tuple[int, int]) -> str | None:

@@ -40,7 +40,7 @@ from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.ggml_blocks import GPU_FORMATS
 from parrot.engine.models.layers import Linear, PlainLinear
-from parrot.engine.models.packed import Packed, Weights, packed_linear
+from parrot.engine.models.packed import Head, Packed, Weights, packed_linear
 from parrot.engine.models.words_linear import WordsLinear, words_of
 from parrot.engine.runner import step_computer as token_choice
 from parrot.engine.runner import step_computer as warm_up
@@ -102,6 +102,7 @@ WEIGHTS = {
     "e4m3": Weights.E4M3,
     "four bits": Weights.KEPT,
     "GGUF types": Weights.KEPT,
+    "int8 head": Weights.PLAIN,
 }
 # q, k and v become 8-bit codes with offsets and out becomes signed codes. The other matrices become
 # 4-bit codes.
@@ -143,7 +144,9 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Decode
             patch.setattr(decoder, "make_linear", PlainLinear)
             patch.setattr(decoder, "packed_linear", packed_as_on_a_gpu)
             patch.setattr(gguf_file, "CPU_TYPES", GPU_FORMATS)
-            model = load_decoder(checkpoint, torch.float32, cpu, weights=weights)
+            head = Head.INT8 if kind == "int8 head" else Head.PLAIN
+            model = load_decoder(checkpoint, torch.float32, cpu, weights=weights, head=head)
+        assert isinstance(model.lm_head, WordsLinear) == (head is Head.INT8)
         linears = [linear for layer in model.layers for linear in layer.linears]
         is_coded = all(isinstance(linear, WordsLinear) for linear in linears)
         assert is_coded == (weights is Weights.KEPT)
@@ -198,6 +201,8 @@ def random_prompts(*lengths: int) -> list[list[int]]:
         *((f"{family} in e4m3", False) for family in ("llama", "gemma3")),
         *((f"{family} in four bits", False) for family in ("llama", "gemma3")),
         ("llama in GGUF types", False),
+        # The second model has a tied head.
+        *((f"{family} in int8 head", False) for family in ("llama", "gemma3")),
     ],
 )
 def test_greedy_tokens(make_runners: MakeRunners, family: str, quantised: bool) -> None:

@@ -1,5 +1,6 @@
 """Models that do not fit the memory of their device are refused before they are loaded."""
 
+import contextlib
 import logging
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch
 
 from parrot.engine.config import BuiltinInstance
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.tensors import num_weights
 from parrot.engine.runner import fit
 from parrot.engine.runner.fit import require_fit
 from parrot.engine.runner.kv_cache import KVLayout
@@ -43,6 +45,22 @@ def test_kv_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     require_fit(
         "big", SPEC, many, BuiltinInstance(), CPU
     )  # The OS reserves pages of CPU memory at their first write.
+
+
+@pytest.mark.parametrize(("is_tied", "ranks"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+def test_a_head_in_codes_is_counted(
+    monkeypatch: pytest.MonkeyPatch, is_tied: bool, ranks: int
+) -> None:
+    """A tied head takes memory in addition to the embedding."""
+    spec = replace(SPEC, tie_embeddings=is_tied)
+    head = 128256 * 4096 // ranks
+    needed = 2 * num_weights(spec) + ONE.num_bytes + 1.0625 * head - (0 if is_tied else 2 * head)
+    for free, fits in ((needed + 1, True), (needed - 1, False)):
+        with_free(monkeypatch, free / GIB)
+        refusal = pytest.raises(ConfigError, match="GiB with quantised matrices")
+        with contextlib.nullcontext() if fits else refusal:
+            instance = BuiltinInstance(tensor_parallel=ranks)
+            require_fit("big", spec, ONE, instance, GPU, head_bytes=1.0625)
 
 
 def test_memory_of_a_model_that_fits_is_logged(

@@ -12,8 +12,14 @@ GIB = 1 << 30
 SPEC = open_checkpoint("llama-3.1-8b", dummy=True).spec
 
 
-def needed(*, unpacks: bool = False, **limits: int) -> int:
-    return step_bytes(SPEC, SchedulerConfig(**limits), torch.bfloat16, unpacks=unpacks)
+def needed(*, unpacks: bool = False, num_head_codes: int = 0, **limits: int) -> int:
+    return step_bytes(
+        SPEC,
+        SchedulerConfig(**limits),
+        torch.bfloat16,
+        unpacks=unpacks,
+        num_head_codes=num_head_codes,
+    )
 
 
 def test_steps_need_memory_for_their_largest_arrays() -> None:
@@ -26,6 +32,13 @@ def test_steps_need_memory_for_their_largest_arrays() -> None:
     assert needed(max_num_batched_tokens=65536) < 24 * GIB
     assert needed(max_batch_size=512) - default > 256 * 128256 * 2
     assert needed(unpacks=True) - default > 2 * 14336 * 4096 * 2
+
+
+def test_steps_with_many_outputs_convert_a_head_in_codes() -> None:
+    head = 128256 * 4096
+    assert needed(num_head_codes=head) - needed() == 3 * 2 * head
+    few = {"max_batch_size": 128}
+    assert needed(num_head_codes=head, **few) == needed(**few)
 
 
 def test_kv_leaves_the_memory_that_steps_need() -> None:

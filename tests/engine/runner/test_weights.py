@@ -1,5 +1,6 @@
 """The format of a model's matrices on each kind of device."""
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,18 +13,31 @@ import torch
 
 from parrot.engine.config import BuiltinConfig
 from parrot.engine.models import decoder, gguf_file
-from parrot.engine.models.checkpoint import Checkpoint, load_decoder, open_checkpoint
+from parrot.engine.models.checkpoint import (
+    Checkpoint,
+    load_decoder,
+    open_checkpoint,
+    resolve_dtype,
+)
 from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.ggml_blocks import GPU_FORMATS
-from parrot.engine.models.packed import Weights
+from parrot.engine.models.packed import Head, Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.tensors import is_matrix, num_matrix_weights
+from parrot.engine.models.tensors import HEAD, is_matrix, num_matrix_weights
 from parrot.engine.models.words_linear import WordsLinear, words_of
+from parrot.engine.runner import load
 from parrot.engine.runner import weights as module
 from parrot.engine.runner.ranks.group import RankGroup
-from parrot.engine.runner.weights import bytes_of_matrices, choose_weights
+from parrot.engine.runner.weights import (
+    bytes_of_head,
+    bytes_of_matrices,
+    choose_head,
+    choose_weights,
+)
 from parrot.utils.config import ConfigError
+from tests.support.four_bit_checkpoints import quantise_folder
 from tests.support.gguf_models import Kind, write_gguf
+from tests.support.tiny_model import make_tiny_model
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 BF16 = torch.bfloat16
@@ -215,3 +229,100 @@ def test_the_types_of_a_gguf_file_are_counted(
     assert num_bytes == pytest.approx(expected * num_matrix_weights(checkpoint.spec))
     write_gguf(tmp_path / "other.gguf", kind=Kind.F16)
     assert mean_bytes(open_checkpoint(str(tmp_path / "other.gguf"))) is None
+
+
+def test_matrices_of_four_bits_are_counted_by_name(tmp_path: Path) -> None:
+    """A checkpoint may have plain matrices next to those in codes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    plain = make_tiny_model(tmp_path / "plain", "llama", overrides=sizes)
+    quantise_folder(plain, tmp_path / "model", "awq", 32)
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["group_size"] = 32
+    path.write_text(json.dumps(config))
+    checkpoint = open_checkpoint(str(tmp_path / "model"))
+    assert checkpoint.gpu_formats == dict.fromkeys(
+        filter(is_matrix, checkpoint.plans), CodeFormat(4, 32)
+    )
+    assert mean_bytes(checkpoint) == 0.5 + 4 / 32
+    assert open_checkpoint(checkpoint.source, dummy=True).gpu_formats == {}
+
+
+TIED = replace(LARGE, spec=replace(LARGE.spec, tie_embeddings=True))
+
+
+def chosen_head(
+    checkpoint: Checkpoint = LARGE,
+    head_dtype: str = "int8",
+    device: torch.device = GPU,
+    weights: Weights = Weights.KEPT,
+    dtype: str = "auto",
+) -> Head:
+    found = {"model": "any", "dtype": dtype, "instance": {"head_dtype": head_dtype}}
+    config = BuiltinConfig.model_validate(found)
+    return choose_head(config, checkpoint, weights, device, resolve_dtype(dtype, device))
+
+
+def test_auto_keeps_a_head_in_codes_on_a_gpu() -> None:
+    coded = with_formats({HEAD: CodeFormat(8, 16)})
+    assert chosen_head(coded, "auto") is Head.KEPT
+    assert bytes_of_head(Head.KEPT, coded) == 1 + 4 / 16
+    assert chosen_head(coded, "auto", CPU) is Head.PLAIN
+    assert chosen_head(coded, "auto", weights=Weights.PLAIN) is Head.PLAIN
+    assert chosen_head(coded, "auto", weights=Weights.E4M3) is Head.PLAIN
+    assert chosen_head(LARGE, "auto") is Head.PLAIN
+    assert chosen_head(quantised(FP8), "auto") is Head.PLAIN
+    tied = open_checkpoint("embedded")
+    assert tied.gpu_formats
+    assert chosen_head(tied, "auto") is Head.PLAIN
+    assert bytes_of_head(Head.PLAIN, coded) is None
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "fp8"])
+@pytest.mark.parametrize("checkpoint", [LARGE, TIED, with_formats({HEAD: CodeFormat(4, 32)})])
+def test_int8_rounds_every_head(checkpoint: Checkpoint, dtype: str) -> None:
+    assert chosen_head(checkpoint, dtype=dtype) is Head.INT8
+    assert bytes_of_head(Head.INT8, checkpoint) == 1 + 4 / 64
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "triton", "dtype", "reason"),
+    [
+        (CPU, (9, 0), True, "bfloat16", "needs Triton and a CUDA device of .* 8.0 or later"),
+        (GPU, (7, 5), True, "auto", "needs .* compute capability 8.0 or later"),
+        (GPU, (9, 0), False, "auto", "needs Triton"),
+        (GPU, (9, 0), True, "float16", "needs bfloat16, and `dtype` is float16"),
+        (GPU, (9, 0), True, "float32", "needs bfloat16, and `dtype` is float32"),
+    ],
+)
+def test_int8_without_kernels_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    capability: tuple[int, int],
+    triton: bool,
+    dtype: str,
+    reason: str,
+) -> None:
+    with_device(monkeypatch, capability, triton=triton)
+    with pytest.raises(ConfigError, match=f"`instance.head_dtype`: int8 {reason}.*; use auto"):
+        chosen_head(device=device, dtype=dtype)
+
+
+def test_int8_needs_whole_groups() -> None:
+    for width, size in ((96, 32), (48, 16)):
+        narrow = replace(LARGE, spec=replace(LARGE.spec, embed_dim=width))
+        assert chosen_head(narrow) is Head.INT8
+        assert bytes_of_head(Head.INT8, narrow) == 1 + 4 / size
+    odd = replace(LARGE, spec=replace(LARGE.spec, embed_dim=72))
+    with pytest.raises(ConfigError, match=r"`instance\.head_dtype`: int8 .* 16 divides.* has 72"):
+        chosen_head(odd)
+
+
+def test_a_cpu_refuses_int8_before_it_loads_the_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = make_tiny_model(tmp_path / "model")
+    monkeypatch.setattr(load, "load_decoder", None)
+    found = {"model": str(folder), "device": "cpu", "instance": {"head_dtype": "int8"}}
+    with pytest.raises(ConfigError, match=r"`instance\.head_dtype`: int8 needs Triton"):
+        load.load_runner(BuiltinConfig.model_validate(found))
