@@ -8,7 +8,7 @@ compares all positions of a text with the same model in float32, by KL divergenc
 decodes 48 tokens after each of 16 prompts. A model with weights and KV in bfloat16 is the
 reference for usual errors. AWQ and GPTQ are only formats here: numbers are rounded to nearest, with
 the range of a group (AWQ) or with its largest number (GPTQ). With weights in e4m3 the rows are
-rounded too, as on a GPU.
+rounded too, as on a GPU. A head in int8 has the numbers of `head_dtype: int8`, in bfloat16.
 
 The embedded model is a file in Q4_1, so Q4_1 changes nothing. Its width is 576: FP8 blocks of 128
 and K formats of GGUF, whose blocks have 256 numbers, do not fit."""
@@ -31,11 +31,13 @@ from benchmark.results import ROOT, Report, run
 from parrot.engine.attention.torch_attention import WHOLE_SPANS, TorchAttention
 from parrot.engine.attention.work_list import StepRows, plan_work
 from parrot.engine.models.checkpoint import open_checkpoint
+from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fp8 import Fp8Matrix
+from parrot.engine.models.packed import Packed
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.models.tensors import tensor_plans
+from parrot.engine.models.tensors import HEAD, OWN, tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.four_bit_checkpoints import rounded
@@ -49,6 +51,7 @@ class Variant(NamedTuple):
     quantised: bool = False  # KV in e4m3.
     rounded: Callable[[torch.Tensor], torch.Tensor] | None = None  # Each matrix of the layers.
     packed: Callable[[torch.Tensor], Fp8Matrix] | None = None  # The same, in e4m3.
+    head: Callable[[torch.Tensor], CodedMatrix] | None = None
 
 
 def fp8_with_powers(numbers: torch.Tensor) -> Fp8Matrix:
@@ -93,6 +96,7 @@ VARIANTS = {
     "bfloat16, AWQ g32": Variant(BF16, rounded=partial(four_bit_numbers, 32, symmetric=False)),
     "bfloat16, AWQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=False)),
     "bfloat16, GPTQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=True)),
+    "bfloat16, head int8": Variant(BF16, head=CodedMatrix.rounded),
 }
 _RANDOM = {
     "hidden_size": 512,
@@ -125,7 +129,10 @@ class Subject:
                 numbers = variant.rounded(numbers)
             return numbers.to(variant.dtype)
 
-        def take_packed(name: str) -> Fp8Matrix | None:
+        def take_packed(name: str) -> Packed | None:
+            if name == HEAD:
+                matrix = f"{OWN.embed}.weight" if self.spec.tie_embeddings else HEAD
+                return None if variant.head is None else variant.head(self.take(matrix))
             return None if variant.packed is None else variant.packed(self.take(name))
 
         return Decoder(self.spec, take, variant.dtype, CPU, take_packed=take_packed)
