@@ -1,12 +1,13 @@
-"""Time the matrix products of a layer with weights in each format.
+"""Time the matrix products of a layer, and of heads, with weights in each format.
 
     python -m benchmark.kernels.bench_formats [--models Llama-3.1-8B ...] [--rows 1 8 64]
         [--output FILE.json]
 
 The products run with their norms, residuals and SiLU in one CUDA graph, in consecutive layers whose
-weights are larger than L2. Attention is left out, since it is the same for all formats. The floor
-is the time to read the weights once at the copy rate of an H200, or the time of the products on its
-tensor cores, whichever is longer."""
+weights are larger than L2. Attention is left out, since it is the same for all formats. A head is
+the matrix that computes logits; it runs four times in one CUDA graph. The floor is the time to read
+the weights once at the copy rate of an H200, or the time of the products on its tensor cores,
+whichever is longer."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.words_weights import WordsWeight
 
 _NUM_LAYERS = 6  # More bytes than L2 in each format.
+_NUM_HEADS = 4  # Calls of a head in one graph.
 _STD = 0.02  # Standard deviation of weights.
 
 
@@ -67,6 +69,15 @@ FORMATS: dict[str, MakeWeight] = {
     "four bits with offsets (Q4_1, Q4_K)": partial(in_codes, bits=4, group=32, has_least=True),
     "eight bits, groups of 32 (Q8_0)": partial(in_codes, bits=8, group=32),
     "eight bits with offsets (Q5_K)": partial(in_codes, bits=8, group=32, has_least=True),
+    "eight bits, groups of 16 (Q6_K)": partial(in_codes, bits=8, group=16),
+}
+
+# Heads [tokens of the vocabulary, width], and their formats.
+HEADS = {"Llama-3.1-8B": (128_256, 4096), "Qwen3-0.6B": (151_936, 1024)}
+HEAD_FORMATS: dict[str, MakeWeight] = {
+    "bfloat16": plain,
+    "eight bits, groups of 64 (`head_dtype: int8`)": partial(in_codes, bits=8, group=64),
+    "eight bits, groups of 32 (Q8_0)": partial(in_codes, bits=8, group=32),
     "eight bits, groups of 16 (Q6_K)": partial(in_codes, bits=8, group=16),
 }
 
@@ -137,9 +148,28 @@ def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator
         yield {"bits": bits, "rows": rows, "us": us, "floor_us": floor_us}
 
 
+def run_head(weight: LayerWeight, x: torch.Tensor) -> None:
+    for _ in range(_NUM_HEADS):
+        weight(x)
+
+
+def bench_head(
+    shape: tuple[int, int], row_counts: Sequence[int], make: MakeWeight
+) -> Iterator[dict[str, float]]:
+    """Time a head with each number of rows."""
+    weight, count = make(*shape), prod(shape)
+    for rows in row_counts:
+        calls = partial(run_head, weight, normal(rows, shape[1]))
+        us = time_graph(calls, per_run=_NUM_HEADS)
+        floor = max(num_bytes(weight) / MEMORY_RATE, 2 * count * rows / MATRIX_RATE)
+        bits = 8 * num_bytes(weight) / count
+        yield {"bits": bits, "rows": rows, "us": us, "floor_us": floor * 1e6}
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3.1-8B"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 64, 256, 2048])
+    parser.add_argument("--head-rows", nargs="+", type=int, default=[1, 8, 16, 64, 128, 256])
 
 
 def measure(args: argparse.Namespace, report: Report) -> None:
@@ -148,6 +178,10 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         for name, make in FORMATS.items():
             for row in bench(MODELS[model], args.rows, make):
                 report.add("rows", {"model": model, "format": name} | row)
+    for model, shape in HEADS.items():
+        for name, make in HEAD_FORMATS.items():
+            for row in bench_head(shape, args.head_rows, make):
+                report.add("heads", {"model": model, "format": name} | row)
 
 
 if __name__ == "__main__":

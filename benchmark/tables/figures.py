@@ -137,15 +137,26 @@ def quantised_weights() -> str:
 
 def formats() -> str:
     """Times of a layer's products by format, and how many times the floor they are."""
+    return _by_rows("rows", "format")
+
+
+def heads() -> str:
+    """Times of heads by model and format, and how many times the floor they are."""
+    return _by_rows("heads", "model", "format")
+
+
+def _by_rows(section: str, *keys: str) -> str:
     name = "kernels_formats_h200"
-    cells: dict[str, list[Cell]] = {}
-    counts = [1, 8, 64, 256, 2048]
-    for row in load(f"{name}.json")["rows"]:
+    cells: dict[tuple[str, ...], list[Cell]] = {}
+    found = load(f"{name}.json")[section]
+    counts = list(dict.fromkeys(row["rows"] for row in found))
+    for row in found:
         cell = f"{digits(row['us'])} ({row['us'] / row['floor_us']:.1f})"
-        cells.setdefault(row["format"], [f"{row['bits']:.3g}"]).append(cell)
-        assert row["rows"] == counts[len(cells[row["format"]]) - 2], row
-    heads = ["format", "bits", *(f"{n:,} {'row' if n == 1 else 'rows'}" for n in counts)]
-    return _with_source(heads, [[key, *values] for key, values in cells.items()], name)
+        values = cells.setdefault(tuple(row[key] for key in keys), [f"{row['bits']:.3g}"])
+        values.append(cell)
+        assert row["rows"] == counts[len(values) - 2], row
+    heads = [*keys, "bits", *(f"{n:,} {'row' if n == 1 else 'rows'}" for n in counts)]
+    return _with_source(heads, [[*key, *values] for key, values in cells.items()], name)
 
 
 def families() -> str:

@@ -151,7 +151,7 @@ def _launch(
     assert rows.stride(1) == 1
     tile = WordsProduct.of(num_rows, weight, splits).tile()
     outputs = tile["BN"] // (2 if silu else 1)
-    grid = triton.cdiv(num_out, outputs), splits, triton.cdiv(num_rows, tile["BM"])
+    grid = triton.cdiv(num_rows, tile["BM"]), triton.cdiv(num_out, outputs), splits
     residual, gain, sums = (None, None, None) if added is None else added
     words_linear_kernel[grid](
         rows,

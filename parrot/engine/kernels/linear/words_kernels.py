@@ -333,23 +333,25 @@ def words_linear_kernel(
     ASSEMBLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Program (block of BN outputs, split of BLOCKS blocks, block of BM rows): out = x weight^T
+    """Program (block of BM rows, block of BN outputs, split of BLOCKS blocks): out = x weight^T
     (+ bias). Each split has its own out.
 
+    Programs with the same weights are neighbours, so that all but the first find them in L2.
+
     PARTS, SILU, ADD and DEPENDENT are those of `few_rows_linear_kernel`."""
-    program = tl.program_id(0)
+    program = tl.program_id(1)
     OUTPUTS: tl.constexpr = BN // 2 if SILU else BN
     output = program * OUTPUTS + tl.arange(0, OUTPUTS)
     index = tl.arange(0, BN)
     is_row = program * OUTPUTS + index % OUTPUTS < N
     row = program * OUTPUTS + index % OUTPUTS + index // OUTPUTS * N
-    member = tl.program_id(2) * BM + tl.arange(0, BM)
+    member = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = output < N
     live = member < num_rows
     both = inside[:, None] & live[None, :]
     place = member.to(tl.int64)[None, :] * N + output[:, None]
     x_row_at = x_ptr + member.to(tl.int64)[:, None] * stride_x
-    first_block = tl.program_id(1) * BLOCKS
+    first_block = tl.program_id(2) * BLOCKS
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -384,9 +386,9 @@ def words_linear_kernel(
     if ADD:
         result, parts = add_to_residual(result, before, residual_ptr + place, both, kind)
         part_squares = tl.sum(parts, 0)
-        tl.store(squares_out_ptr + member * tl.num_programs(0) + program, part_squares, mask=live)
+        tl.store(squares_out_ptr + member * tl.num_programs(1) + program, part_squares, mask=live)
         result *= gain.to(tl.float32)[:, None]
-    out_ptr += tl.program_id(1).to(tl.int64) * num_rows * N
+    out_ptr += tl.program_id(2).to(tl.int64) * num_rows * N
     tl.store(out_ptr + place, result.to(kind), mask=both)
 
 

@@ -1,8 +1,8 @@
 """Tile sizes for products with weights in codes.
 
 They were tuned on an H200 for codes of four bits with whole zeros in groups of 128, which
-`warp_groups` multiplies on such a GPU now, and for up to eight rows of codes of eight bits. Other
-codes use them unmeasured.
+`warp_groups` multiplies on such a GPU now. For codes of eight bits, they were tuned for up to eight
+rows, and for heads of 128,256 and 151,936 outputs. Other codes use them unmeasured.
 """
 
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp may have its own blocks.
 _MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
+_MOST_OUTPUTS = 65536  # From this number of outputs on, wide tiles are fastest for all rows.
 _MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
 _LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
 _SHORT_BLOCK = 32  # Inputs of a block with codes of eight bits in groups of 16.
@@ -95,6 +96,8 @@ class WordsProduct:
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Rows of weights, slices, stages and warps."""
+        if self.outputs >= _MOST_OUTPUTS and not self.has_least:
+            return 128, 1, 5, 4
         is_wide = self.outputs > _MANY_OUTPUTS
         if not self._is_sliced:
             # With the sums of x, a tile of 128 outputs would not fit in the registers.
