@@ -236,6 +236,12 @@ class Decoder:
             return 0
         return self.lm_head.matrix.outputs * self.lm_head.matrix.inputs
 
+    def num_converted(self, rows: int) -> int:
+        """Codes of the head that a step converts to the decoder's type for `rows` outputs."""
+        head = self.lm_head
+        converts = isinstance(head, WordsLinear) and rows > head.matrix.most_rows
+        return self.num_head_codes if converts else 0
+
     @property
     def num_bytes(self) -> int:
         """Bytes of this rank's weights."""

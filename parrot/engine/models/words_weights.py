@@ -131,7 +131,7 @@ def _product(
 def words_product(x: Rows, matrix: Words, bias: torch.Tensor | None) -> torch.Tensor:
     """x weight^T + bias, for any number of rows."""
     rows = rows_of(x)
-    if len(rows) > WordsProduct.of(len(rows), matrix).most_rows:
+    if len(rows) > matrix.most_rows:
         return F.linear(rows, words_numbers(matrix, rows.dtype), bias)
     out = rows.new_empty(len(rows), matrix.outputs)
     return _product(x, matrix, out, bias=bias) if len(rows) else out

@@ -102,9 +102,9 @@ def load_rank(
     group, report = (None, _no_report) if member is None else (member.group, member.report)
     report("measuring free memory")
     if instance.num_kv_cache_blocks is None:
-        of_steps = step_bytes(
-            spec, config.scheduler, dtype, unpacks=unpacks, num_head_codes=model.num_head_codes
-        )
+        limits = config.scheduler
+        converted = model.num_converted(min(limits.max_batch_size, limits.max_num_batched_tokens))
+        of_steps = step_bytes(spec, limits, dtype, unpacks=unpacks, num_converted=converted)
         sizes = memory.in_memory_of(blocks_for_all(memory.layout, device, group, of_steps))
     if instance.host_kv_gb is not None or (use_triton and config.scheduler.prefix_caching):
         num_bytes = host_bytes_for_all(instance.host_kv_gb, sizes, group)

@@ -8,8 +8,6 @@ from parrot.engine.models.spec import DecoderSpec
 # Kernels, the workspaces of libraries, and CUDA's own memory for graphs.
 _FIXED_BYTES = 1 << 30
 GRAPH_TOKENS = 2048  # The most tokens in a graph.
-# Products of more rows may convert a matrix of codes first (`WordsProduct.most_rows`).
-_MOST_CODED_ROWS = 128
 _SLOTS_PER_TOKEN = 5  # Partial results of attention in the largest plans, for each token.
 
 
@@ -19,12 +17,12 @@ def step_bytes(
     dtype: torch.dtype,
     *,
     unpacks: bool,
-    num_head_codes: int = 0,
+    num_converted: int = 0,
 ) -> int:
     """An estimate of the bytes for steps, from the largest arrays that exist at the same time.
 
-    `unpacks`: steps with many tokens convert matrices to `dtype` first. `num_head_codes`: the codes
-    of the head, which steps with many outputs convert; 0 for a head without codes."""
+    `unpacks`: steps with many tokens convert matrices to `dtype` first. `num_converted`: the
+    codes of the head that a step with the most outputs converts."""
     tokens, hidden = limits.max_num_batched_tokens, spec.hidden_size
     width = max(layer.mlp.width for layer in spec.layers)
     shapes = [layer.attention for layer in spec.layers]
@@ -34,7 +32,7 @@ def step_bytes(
     of_token = 3 * width + qkv + q + 4 * hidden
     of_step = limits.max_batch_size * spec.vocab_size + (2 * width * hidden if unpacks else 0)
     # The allocator does not join the memory of converted layers for the larger head.
-    of_step += num_head_codes if min(limits.max_batch_size, tokens) > _MOST_CODED_ROWS else 0
+    of_step += num_converted
     # Eager steps, eager steps before captures, and graphs have arrays of their own, since the
     # allocator does not give the memory of one of them to another.
     in_graph = min(tokens, GRAPH_TOKENS)

@@ -17,6 +17,7 @@ from parrot.engine.kernels.linear.words import (
     words_linear,
     words_numbers,
 )
+from parrot.engine.kernels.linear.words_layout import Words
 from parrot.engine.kernels.linear.words_tiles import WordsProduct
 from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.fused_weights import Weight
@@ -299,7 +300,7 @@ def test_products_with_few_programs_are_split() -> None:
 @pytest.mark.parametrize("splits", [1, 2])
 def test_tiles_fit_a_multiprocessor(splits: int) -> None:
     for num_rows in (1, 8, 9, 16, 17, 32, 33, FEW_ROWS, 300):
-        for num_out in (64, 1024, 4096, 6144, 28672):
+        for num_out in (64, 1024, 4096, 6144, 28672, 128256):
             for inputs in (128, 64, 32):
                 blocks = 4096 // inputs
                 tile = WordsProduct(num_rows, num_out, blocks, splits, inputs).tile()
@@ -311,11 +312,14 @@ def test_tiles_fit_a_multiprocessor(splits: int) -> None:
 
 def test_large_steps_dequantise_sooner_if_groups_are_small() -> None:
     def most_rows(num_out: int, group: int, *, has_least: bool = False) -> int:
-        return WordsProduct(1, num_out, 32, group=group, has_least=has_least).most_rows
+        words = torch.zeros(4, num_out, 32, dtype=torch.int16)
+        factors = torch.zeros(512 // group, num_out, dtype=torch.int32)
+        return Words(words, factors, 512, 4, True, has_least).most_rows
 
     assert most_rows(28672, 128) == 256
     assert most_rows(4096, 128) == most_rows(28672, 32) == 128
     assert most_rows(28672, 128, has_least=True) == 128
+    assert most_rows(65536, 32) == 256, "heads"
 
 
 def test_products_of_small_blocks_have_more_warps_or_stages() -> None:

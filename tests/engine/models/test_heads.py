@@ -129,7 +129,8 @@ def test_a_decoder_with_a_head_of_eight_bits(tmp_path: Path, is_tied: bool) -> N
     assert isinstance(model.lm_head, WordsLinear)
     head = 259 * 64
     assert model.num_head_codes == head
-    assert exact.num_head_codes == 0
+    assert exact.num_head_codes == exact.num_converted(1000) == model.num_converted(128) == 0
+    assert model.num_converted(129) == head
     # A tied embedding on a CPU also has a packed copy, which the codes replace.
     assert exact.num_bytes - model.num_bytes == head * (4 - 1.0625)
 

@@ -12,13 +12,13 @@ GIB = 1 << 30
 SPEC = open_checkpoint("llama-3.1-8b", dummy=True).spec
 
 
-def needed(*, unpacks: bool = False, num_head_codes: int = 0, **limits: int) -> int:
+def needed(*, unpacks: bool = False, num_converted: int = 0, **limits: int) -> int:
     return step_bytes(
         SPEC,
         SchedulerConfig(**limits),
         torch.bfloat16,
         unpacks=unpacks,
-        num_head_codes=num_head_codes,
+        num_converted=num_converted,
     )
 
 
@@ -34,11 +34,9 @@ def test_steps_need_memory_for_their_largest_arrays() -> None:
     assert needed(unpacks=True) - default > 2 * 14336 * 4096 * 2
 
 
-def test_steps_with_many_outputs_convert_a_head_in_codes() -> None:
-    head = 128256 * 4096
-    assert needed(num_head_codes=head) - needed() == 3 * 2 * head
-    few = {"max_batch_size": 128}
-    assert needed(num_head_codes=head, **few) == needed(**few)
+def test_steps_that_convert_a_head_have_it_three_times() -> None:
+    head = 32000 * 4096
+    assert needed(num_converted=head) - needed() == 3 * 2 * head
 
 
 def test_kv_leaves_the_memory_that_steps_need() -> None:

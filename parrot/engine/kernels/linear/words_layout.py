@@ -6,6 +6,9 @@ import torch
 
 _MAX_WIDTH = 32  # Words of an output in a block.
 _WORD = 16  # Bits of a word.
+LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
+MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
+MOST_OUTPUTS = 65536  # From this number of outputs on, wide tiles are fastest for all rows.
 
 
 def width_of(group: int) -> int:
@@ -60,6 +63,13 @@ class Words:
     def group(self) -> int:
         """The number of inputs with one scale."""
         return self.num_blocks * self.block // len(self.factors)
+
+    @property
+    def most_rows(self) -> int:
+        """With more rows, a product with the dequantised weight is faster."""
+        is_simple = self.group >= LARGEST_BLOCK and not self.has_least
+        many = MANY_OUTPUTS if is_simple else MOST_OUTPUTS - 1
+        return 256 if self.outputs > many else 128
 
     @property
     def num_bytes(self) -> int:

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 import triton
 
-from parrot.engine.kernels.linear.words_layout import Words
+from parrot.engine.kernels.linear.words_layout import (
+    LARGEST_BLOCK,
+    MANY_OUTPUTS,
+    MOST_OUTPUTS,
+    Words,
+)
 
 _MIN_ROWS = 8  # Smallest dimension of an operand of the tensor core.
 _MAX_ROWS = 64  # Rows of a program.
 _SLICED_ROWS = 16  # Up to this number of rows, each warp may have its own blocks.
-_MANY_OUTPUTS = 8192  # From this number of outputs on, wide tiles occupy a GPU.
-_MOST_OUTPUTS = 65536  # From this number of outputs on, wide tiles are fastest for all rows.
 _MANY_INPUTS = 8192  # From this number of inputs on, also a narrow product is split.
-_LARGEST_BLOCK = 128  # Inputs of a block with codes of four bits.
 _SHORT_BLOCK = 32  # Inputs of a block with codes of eight bits in groups of 16.
 _FEW_PROGRAMS = 132  # A product with at most this number of programs may be split.
 
@@ -30,8 +32,8 @@ class WordsProduct:
     outputs: int
     blocks: int  # In all splits.
     splits: int = 1
-    block: int = _LARGEST_BLOCK  # Inputs of a block.
-    group: int = _LARGEST_BLOCK  # Inputs with one scale.
+    block: int = LARGEST_BLOCK  # Inputs of a block.
+    group: int = LARGEST_BLOCK  # Inputs with one scale.
     has_least: bool = False
 
     @classmethod
@@ -45,11 +47,6 @@ class WordsProduct:
             weight.group,
             weight.has_least,
         )
-
-    @property
-    def most_rows(self) -> int:
-        """With more rows, a product with the dequantised weight is faster."""
-        return 256 if self._is_simple and self.outputs > _MANY_OUTPUTS else 128
 
     @property
     def num_splits(self) -> int:
@@ -83,7 +80,7 @@ class WordsProduct:
 
     @property
     def _is_simple(self) -> bool:
-        return self.group >= _LARGEST_BLOCK and not self.has_least
+        return self.group >= LARGEST_BLOCK and not self.has_least
 
     @property
     def _is_sliced(self) -> bool:
@@ -96,9 +93,9 @@ class WordsProduct:
 
     def _sizes(self) -> tuple[int, int, int, int]:
         """Rows of weights, slices, stages and warps."""
-        if self.outputs >= _MOST_OUTPUTS and not self.has_least:
+        if self.outputs >= MOST_OUTPUTS and not self.has_least:
             return 128, 1, 5, 4
-        is_wide = self.outputs > _MANY_OUTPUTS
+        is_wide = self.outputs > MANY_OUTPUTS
         if not self._is_sliced:
             # With the sums of x, a tile of 128 outputs would not fit in the registers.
             is_tall = (is_wide or (self.splits > 1 and self._is_long)) and not self.has_least
@@ -113,5 +110,5 @@ class WordsProduct:
         # Such a product has few programs. Smaller blocks need more warps for as many steps.
         is_one_wave = triton.cdiv(self.outputs, 32) <= _FEW_PROGRAMS
         slices = 4 if is_one_wave or self._members == _SLICED_ROWS else 2
-        slices = slices * _LARGEST_BLOCK // self.block
+        slices = slices * LARGEST_BLOCK // self.block
         return 32, slices, 4, slices
