@@ -115,10 +115,26 @@ def throughput() -> str:
 
 
 def quantised_weights() -> str:
-    """Steps and prompts with weights in FP8 and in four bits, and those of vLLM in FP8."""
-    name = "e4m3_weights_side_by_side_h200"
+    """Steps and prompts with weights in FP8, and those of vLLM."""
+    columns = {"parrot_8b_fp8": "Parrot, FP8", "vllm_8b_fp8": "vLLM 0.25.1, FP8"}
+    return _over_http("e4m3_weights_side_by_side_h200", columns, ["prompts_512", "prompts_1024"])
+
+
+def head_dtypes() -> str:
+    """Steps and prompts with heads in bfloat16 and in eight bits."""
+    columns = {
+        "parrot_8b_fp8": "FP8",
+        "parrot_8b_fp8_head_int8": "FP8, head int8",
+        "parrot_8b_int4": "four bits",
+        "parrot_8b_int4_head_int8": "four bits, head int8",
+    }
+    return _over_http("heads_over_http_h200", columns, [])
+
+
+def _over_http(name: str, columns: dict[str, str], prompts: list[str]) -> str:
+    """`prompts`: cases besides those that all files have."""
     found = load(f"{name}.json")
-    sides = [found[side] for side in ("parrot_8b_fp8", "parrot_8b_int4", "vllm_8b_fp8")]
+    sides = [found[side] for side in columns]
 
     def row(case: str, key: str) -> list[Cell]:
         values = (side.get(key) for side in sides)
@@ -127,12 +143,11 @@ def quantised_weights() -> str:
         return [case, *("-" if ms is None else f"{digits(ms)} ms" for ms in times)]
 
     rows = [row(f"decode, batch size {b}", f"decode_b{b}_ms") for b in (1, 8, 64)]
-    rows += [row(f"prompt of {n:,} tokens", f"prompts_{n}_ms") for n in (512, 1024)]
-    rows += [row(f"prompt of {n:,} tokens", f"prefill_{n}_ms") for n in (2048, 8192)]
+    for key in (*prompts, "prefill_2048", "prefill_8192"):
+        rows.append(row(f"prompt of {int(key.split('_')[1]):,} tokens", f"{key}_ms"))
     rates = (f"{side['256_tok_s']:,.0f} tokens/s" for side in sides)
     rows.append(["256 requests at once", *rates])
-    heads = ["Llama-3.1-8B", "FP8", "four bits", "vLLM 0.25.1, FP8"]
-    return _with_source(heads, rows, name)
+    return _with_source(["Llama-3.1-8B", *columns.values()], rows, name)
 
 
 def formats() -> str:
