@@ -1,7 +1,6 @@
 """Whether a model fits in the memory of its device, before it is loaded."""
 
 import logging
-from math import prod
 
 import torch
 
@@ -40,13 +39,16 @@ def require_fit(
     else:
         free = available_memory() // instance.tensor_parallel
         where = f"{free / _GIB:.1f} GiB of CPU memory are free"
-    weights = num_weights(spec) * layout.dtype.itemsize
+    num_tokens, width = head_shape(spec)
+    own_size = -(-num_tokens // instance.tensor_parallel) * width
+    copies = 1 if spec.tie_embeddings else 2  # The embedding and the head, which ranks divide.
+    weights = num_weights(spec) - copies * (num_tokens * width - own_size)
+    weights *= layout.dtype.itemsize
     takes = f"its weights take {weights / _GIB:.1f} GiB as {layout.dtype}"
     if head_bytes is not None:
-        num_codes = prod(head_shape(spec)) // instance.tensor_parallel
         # A tied embedding also stays in the model's type.
         replaced = 0 if spec.tie_embeddings else layout.dtype.itemsize
-        weights += int(num_codes * (head_bytes - replaced))
+        weights += int(own_size * (head_bytes - replaced))
     if matrix_bytes is not None:
         weights -= int(num_matrix_weights(spec) * (layout.dtype.itemsize - matrix_bytes))
     if matrix_bytes is not None or head_bytes is not None:

@@ -54,7 +54,9 @@ def test_a_head_in_codes_is_counted(
     """A tied head takes memory in addition to the embedding."""
     spec = replace(SPEC, tie_embeddings=is_tied)
     head = 128256 * 4096 // ranks
-    needed = 2 * num_weights(spec) + ONE.num_bytes + 1.0625 * head - (0 if is_tied else 2 * head)
+    num_copies = 1 if is_tied else 2  # Ranks divide the embedding and the head by tokens.
+    needed = 2 * (num_weights(spec) - num_copies * (ranks - 1) * head) + ONE.num_bytes
+    needed += 1.0625 * head - (0 if is_tied else 2 * head)
     for free, fits in ((needed + 1, True), (needed - 1, False)):
         with_free(monkeypatch, free / GIB)
         refusal = pytest.raises(ConfigError, match="GiB with quantised matrices")
