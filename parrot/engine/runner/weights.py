@@ -101,7 +101,7 @@ def choose_head(
     if reason is None and dtype is not torch.bfloat16:
         reason = f"needs bfloat16, and `dtype` is {config.dtype}"
     if reason is None and CodeFormat.int8(inputs) is None:
-        reason = f"needs a head whose inputs 16 divides, and this one has {inputs}"
+        reason = f"needs a width that 16 divides, and this head has {inputs}"
     if reason is not None:
         raise ConfigError(f"`instance.head_dtype`: int8 {reason}; use auto")
     return Head.INT8
