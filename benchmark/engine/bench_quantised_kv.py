@@ -97,6 +97,9 @@ VARIANTS = {
     "bfloat16, AWQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=False)),
     "bfloat16, GPTQ g64": Variant(BF16, rounded=partial(four_bit_numbers, 64, symmetric=True)),
     "bfloat16, head int8": Variant(BF16, head=CodedMatrix.rounded),
+    "bfloat16, weights e4m3, head int8": Variant(
+        BF16, packed=fp8_with_powers, head=CodedMatrix.rounded
+    ),
 }
 _RANDOM = {
     "hidden_size": 512,
