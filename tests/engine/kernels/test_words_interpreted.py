@@ -320,6 +320,7 @@ def test_large_steps_dequantise_sooner_if_groups_are_small() -> None:
     assert most_rows(4096, 128) == most_rows(28672, 32) == 128
     assert most_rows(28672, 128, has_least=True) == 128
     assert most_rows(65536, 32) == 256, "heads"
+    assert most_rows(65536, 32, has_least=True) == 128
 
 
 def test_products_of_small_blocks_have_more_warps_or_stages() -> None:

@@ -67,9 +67,9 @@ class Words:
     @property
     def most_rows(self) -> int:
         """With more rows, a product with the dequantised weight is faster."""
-        is_simple = self.group >= LARGEST_BLOCK and not self.has_least
-        many = MANY_OUTPUTS if is_simple else MOST_OUTPUTS - 1
-        return 256 if self.outputs > many else 128
+        is_wide = self.outputs > MANY_OUTPUTS and self.group >= LARGEST_BLOCK
+        is_widest = self.outputs >= MOST_OUTPUTS
+        return 256 if (is_wide or is_widest) and not self.has_least else 128
 
     @property
     def num_bytes(self) -> int:
