@@ -37,7 +37,7 @@ from parrot.engine.models.families import spec_from_config
 from parrot.engine.models.fp8 import Fp8Matrix
 from parrot.engine.models.packed import Packed
 from parrot.engine.models.spec import DecoderSpec
-from parrot.engine.models.tensors import HEAD, OWN, tensor_plans
+from parrot.engine.models.tensors import head_name, tensor_plans
 from parrot.engine.runner.cpu import CpuOptions, ModelRunner
 from parrot.engine.runner.kv_cache import KVCache, KVLayout
 from tests.support.four_bit_checkpoints import rounded
@@ -133,9 +133,8 @@ class Subject:
             return numbers.to(variant.dtype)
 
         def take_packed(name: str) -> Packed | None:
-            if name == HEAD:
-                matrix = f"{OWN.embed}.weight" if self.spec.tie_embeddings else HEAD
-                return None if variant.head is None else variant.head(self.take(matrix))
+            if name == head_name(self.spec):
+                return None if variant.head is None else variant.head(self.take(name))
             return None if variant.packed is None else variant.packed(self.take(name))
 
         return Decoder(self.spec, take, variant.dtype, CPU, take_packed=take_packed)

@@ -131,6 +131,14 @@ def run_layers(
         x = layer.run(x, attended, residual, norm)
 
 
+def with_floor(
+    rows: int, us: float, num_weights: int, weight_bytes: int, rate: float
+) -> dict[str, float]:
+    """A row of the report. `rate`: operations per second."""
+    floor_us = max(weight_bytes / MEMORY_RATE, 2 * num_weights * rows / rate) * 1e6
+    return {"bits": 8 * weight_bytes / num_weights, "rows": rows, "us": us, "floor_us": floor_us}
+
+
 def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator[dict[str, float]]:
     """Time layers with each number of rows."""
     layers = [FormatLayer.of(model, make) for _ in range(_NUM_LAYERS)]
@@ -143,9 +151,7 @@ def bench(model: Model, row_counts: Sequence[int], make: MakeWeight) -> Iterator
         first = normal(rows, model.hidden)
         call = partial(run_layers, layers, first, attended, residual, norm)
         us = time_graph(call, per_run=_NUM_LAYERS)
-        floor_us = max(layer_bytes / MEMORY_RATE, 2 * count * rows / rate) * 1e6
-        bits = 8 * layer_bytes / count
-        yield {"bits": bits, "rows": rows, "us": us, "floor_us": floor_us}
+        yield with_floor(rows, us, count, layer_bytes, rate)
 
 
 def run_head(weight: LayerWeight, x: torch.Tensor) -> None:
@@ -157,13 +163,11 @@ def bench_head(
     shape: tuple[int, int], row_counts: Sequence[int], make: MakeWeight
 ) -> Iterator[dict[str, float]]:
     """Time a head with each number of rows."""
-    weight, count = make(*shape), prod(shape)
+    weight = make(*shape)
     for rows in row_counts:
         calls = partial(run_head, weight, normal(rows, shape[1]))
         us = time_graph(calls, per_run=_NUM_HEADS)
-        floor = max(num_bytes(weight) / MEMORY_RATE, 2 * count * rows / MATRIX_RATE)
-        bits = 8 * num_bytes(weight) / count
-        yield {"bits": bits, "rows": rows, "us": us, "floor_us": floor * 1e6}
+        yield with_floor(rows, us, prod(shape), num_bytes(weight), MATRIX_RATE)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

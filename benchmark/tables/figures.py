@@ -170,8 +170,8 @@ def _by_rows(section: str, *keys: str) -> str:
         values = cells.setdefault(tuple(row[key] for key in keys), [f"{row['bits']:.3g}"])
         values.append(cell)
         assert row["rows"] == counts[len(values) - 2], row
-    heads = [*keys, "bits", *(f"{n:,} {'row' if n == 1 else 'rows'}" for n in counts)]
-    return _with_source(heads, [[*key, *values] for key, values in cells.items()], name)
+    titles = [*keys, "bits", *(f"{n:,} {'row' if n == 1 else 'rows'}" for n in counts)]
+    return _with_source(titles, [[*key, *values] for key, values in cells.items()], name)
 
 
 def families() -> str:
