@@ -21,12 +21,13 @@ from parrot.engine.models.codes import CodedMatrix
 from parrot.engine.models.forward import make_forward
 from parrot.engine.models.layers import RMSNorm
 from parrot.engine.models.packed import Head
+from parrot.engine.models.tensors import head_name
 from parrot.engine.models.words_linear import WordsLinear, matrix_of, words_of
 from parrot.engine.models.words_weights import WordsWeight, words_product
 from parrot.engine.runner.cuda import CudaRunner
 from parrot.engine.runner.load import load_runner
 from tests.support.four_bit_checkpoints import quantise_folder
-from tests.support.gguf_models import Arrays, Kind, write_gguf
+from tests.support.gguf_models import Kind, untie, write_gguf
 from tests.support.runner_driver import Driver
 from tests.support.tiny_model import make_tiny_model
 
@@ -181,10 +182,6 @@ def test_greedy_tokens_of_gguf_files(tmp_path: Path, kinds: dict[str, Kind]) -> 
     assert same >= len(pairs) - 2, pairs
 
 
-def untie(stored: Arrays, _: object) -> None:
-    stored["output.weight"] = stored["token_embd.weight"][::-1].copy()
-
-
 def with_head(folder: Path, head: str) -> Checkpoint:
     """A model with a tied or an untied head, or a GGUF file with a head of this type."""
     if head not in ("tied", "untied"):
@@ -207,8 +204,7 @@ def test_logits_of_a_head_in_codes(tmp_path: Path, head: str) -> None:
     model = load_decoder(checkpoint, torch.bfloat16, device, head=kind)
     assert isinstance(model.lm_head, WordsLinear)
     numbers = matrix_of(model.lm_head.matrix).numbers().double()
-    name = "model.embed_tokens.weight" if head == "tied" else "lm_head.weight"
-    stored = checkpoint.take(name, device).double()
+    stored = checkpoint.take(head_name(checkpoint.spec), device).double()
     assert float((numbers - stored).norm() / stored.norm()) < 0.01
     forward = make_forward(model, 128)
     for rows in (1, 8, 64, 65, 200):
@@ -220,7 +216,7 @@ def test_logits_of_a_head_in_codes(tmp_path: Path, head: str) -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_greedy_tokens_with_a_head_of_eight_bits(tmp_path: Path, is_tied: bool) -> None:
-    """They are nearly equal to those of a model whose head has the rounded numbers."""
+    """A model whose head has the rounded numbers generates nearly the same tokens."""
     overrides = SIZES | {"tie_word_embeddings": is_tied}
     folder = make_tiny_model(tmp_path / "model", "llama", overrides=overrides)
     tensors = load_file(folder / "model.safetensors")

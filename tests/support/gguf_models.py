@@ -38,6 +38,11 @@ def random_super_blocks(kind: Kind, shape: tuple[int, ...], seed: int = 0) -> np
     return blocks.reshape(shape[0], -1)
 
 
+def untie(stored: Arrays, _: object) -> None:
+    """A `change` of `write_gguf`: a head that is not the embedding."""
+    stored["output.weight"] = stored["token_embd.weight"][::-1].copy()
+
+
 def write_gguf(
     path: Path,
     architecture: str = "llama",

@@ -3,13 +3,13 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,7 +31,12 @@ from parrot.engine.models.reading import usable
 from parrot.engine.models.safetensors_folder import SafetensorsFolder
 from parrot.engine.models.shapes import KNOWN_SHAPES
 from parrot.engine.models.spec import DecoderSpec, HFConfig
-from parrot.engine.models.tensors import HEAD, OWN, TensorPlan, source_shapes, tensor_plans
+from parrot.engine.models.tensors import (
+    TensorPlan,
+    is_matrix,
+    source_shapes,
+    tensor_plans,
+)
 from parrot.engine.models.tokenizers import (
     folder_tokenizer,
     gguf_tokenizer,
@@ -42,9 +47,6 @@ from parrot.protocol.engine_api import TokenizerResponse
 from parrot.protocol.sampling import DefaultSampling
 from parrot.utils.config import ConfigError
 from parrot.utils.installation import EMBEDDED_LINE, EMBEDDED_PACKAGE
-
-if TYPE_CHECKING:
-    from parrot.engine.models.four_bit_folder import FourBitFolder
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,10 @@ class TensorSource(Protocol):
     def packed(self, name: str, device: torch.device, part: Part | None = None) -> Packed | None:
         """A matrix or a part of it in the source's own format; None for plain numbers, and if the
         part splits a block."""
+        ...
+
+    def gpu_formats(self, names: Iterable[str]) -> Mapping[str, CodeFormat]:
+        """The formats, on a GPU, of the matrices that it multiplies as codes."""
         ...
 
 
@@ -192,7 +198,7 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
         file = GGUFFile(path)
         tensors = None if dummy else file
         sampling = gguf_sampling(file.metadata, str(path))
-        found = _checkpoint(
+        return _checkpoint(
             str(path),
             file.config,
             tensors,
@@ -200,27 +206,20 @@ def _open_checkpoint(model: str, *, dummy: bool, seed: int) -> Checkpoint:
             sampling.over(EMBEDDED_SAMPLING) if model == EMBEDDED else sampling,
             seed,
         )
-        if dummy:
-            return found
-        return replace(found, gpu_formats=file.gpu_formats(source_shapes(found.plans)))
     config = read_json(path / "config.json")
     if not config:
         raise ConfigError(f"{path}: no readable config.json; not a model folder")
-    folder = None if dummy else _folder_tensors(path, config)
-    found = _checkpoint(
+    return _checkpoint(
         str(path),
         config,
-        folder,
+        None if dummy else _folder_tensors(path, config),
         lambda size: _folder_or_word_tokenizer(path, {**config, "vocab_size": size}, dummy),
         folder_sampling(path),
         seed,
     )
-    if folder is None or isinstance(folder, SafetensorsFolder):
-        return found
-    return replace(found, gpu_formats=folder.gpu_formats(source_shapes(found.plans)))
 
 
-def _folder_tensors(path: Path, config: HFConfig) -> "SafetensorsFolder | FourBitFolder":
+def _folder_tensors(path: Path, config: HFConfig) -> TensorSource:
     folder, kind = SafetensorsFolder(path, block_size(config)), four_bit_format(config)
     group = group_size(config)
     if kind is None or group is None:
@@ -265,8 +264,16 @@ def _checkpoint(
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(f"{source}: tensor {missing[0]!r} is missing{more}")
-    read_tokenizer = partial(load_tokenizer, spec.vocab_size)
-    return Checkpoint(source, config, spec, plans, tensors, read_tokenizer, default_sampling)
+    return Checkpoint(
+        source,
+        config,
+        spec,
+        plans,
+        tensors,
+        partial(load_tokenizer, spec.vocab_size),
+        default_sampling,
+        tensors.gpu_formats(shapes),
+    )
 
 
 def _with_names_of(spec: DecoderSpec, tensors: TensorSource) -> DecoderSpec:
@@ -367,8 +374,8 @@ def load_decoder(
         return checkpoint.take(name, device, part(name)).to(device=device, dtype=dtype)
 
     def take_packed(name: str) -> Packed | None:
-        if name == HEAD:
-            return take_head()
+        if not is_matrix(name):
+            return take_head(name)
         if weights is Weights.PLAIN:
             return None
         matrix = checkpoint.take_packed(name, device, part(name))
@@ -378,13 +385,10 @@ def load_decoder(
             return Fp8Matrix.of(take(name))
         return matrix
 
-    def take_head() -> Packed | None:
-        if head is Head.PLAIN:
-            return None
-        name = f"{OWN.embed}.weight" if spec.tie_embeddings else HEAD
+    def take_head(name: str) -> Packed | None:
         if head is Head.INT8:
             return CodedMatrix.rounded(checkpoint.take(name, device, part(name)))
-        return checkpoint.take_packed(name, device, part(name))
+        return checkpoint.take_packed(name, device, part(name)) if head is Head.KEPT else None
 
     started = time.perf_counter()
     logger.info("loading %s (%s) as %s", checkpoint.source, checkpoint.spec.architecture, dtype)

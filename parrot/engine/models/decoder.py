@@ -1,7 +1,7 @@
 """One decoder for all architectures. A `DecoderSpec` selects its parts."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,7 @@ from parrot.engine.models.layers import (
 from parrot.engine.models.packed import Packed, packed_linear
 from parrot.engine.models.parallel import Ranks, SummedLinear, VocabularyShard
 from parrot.engine.models.spec import AttentionSpec, DecoderSpec, LayerSpec, is_default
-from parrot.engine.models.tensors import HEAD, OUTPUT_SCALE, OWN, num_weights
+from parrot.engine.models.tensors import OUTPUT_SCALE, OWN, head_name, num_weights
 from parrot.engine.models.words_linear import WordsLinear, words_of
 
 Angles = tuple[torch.Tensor, torch.Tensor]
@@ -37,8 +37,8 @@ It must not change q, k and v. The next call may overwrite its result."""
 
 # A tensor of the checkpoint by name, in the model's dtype and on its device.
 TakeTensor = Callable[[str], torch.Tensor]
-# A matrix by name in a packed format; None if it is multiplied in the model's dtype. `HEAD` is the
-# head also if it is tied: the embedding in codes, or None.
+# A matrix of a layer, or the head (`head_name`), by name in a packed format; None if it is
+# multiplied in the model's dtype.
 TakePacked = Callable[[str], Packed | None]
 
 
@@ -197,7 +197,7 @@ class Decoder:
         self.vocabulary = None if ranks is None else VocabularyShard(spec, ranks)
         self.embed = self._of_vocabulary(take(f"{OWN.embed}.weight"))
         # Rounding the head takes memory that the layers use afterwards.
-        self.lm_head = self._build_head(take, take_packed(HEAD))
+        self.lm_head = self._build_head(take, take_packed)
         self._embed_scale: torch.Tensor | None = None
         if spec.embed_scale != 1.0:
             self._embed_scale = torch.tensor(spec.embed_scale, dtype=dtype, device=device)
@@ -217,14 +217,15 @@ class Decoder:
         )
         self.norm = _build_norm(spec, take, OWN.final_norm) if spec.final_norm else None
 
-    def _build_head(self, take: TakeTensor, packed: Packed | None) -> Linear:
+    def _build_head(self, take: TakeTensor, take_packed: TakePacked) -> Linear:
+        name = head_name(self.spec)
+        packed = take_packed(name)
         if isinstance(packed, CodedMatrix):
             words = words_of(packed.map(self._of_vocabulary))
             if words is not None:
                 return WordsLinear(words, None)
-        if self.spec.tie_embeddings:
-            return make_linear(self.embed, None)
-        return make_linear(self._of_vocabulary(take(HEAD)), None)
+        is_tied = self.spec.tie_embeddings
+        return make_linear(self.embed if is_tied else self._of_vocabulary(take(name)), None)
 
     def _of_vocabulary(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.vocabulary is None else self.vocabulary.padded(rows)
@@ -247,10 +248,9 @@ class Decoder:
         """Bytes of this rank's weights."""
         # A tied embedding counts twice if a copy exists that is packed or in codes. Weights that
         # also exist with four bits count twice as well.
-        is_tied, (num_tokens, width) = self.spec.tie_embeddings, self.embed.shape
-        count = num_weights(self.spec)
-        count -= (self.spec.vocab_size - num_tokens) * width * (1 if is_tied else 2)
-        if is_tied and (self.num_head_codes or self.device.type == "cpu"):
+        count = num_weights(replace(self.spec, vocab_size=len(self.embed)))
+        has_copy = bool(self.num_head_codes) or self.device.type == "cpu"
+        if self.spec.tie_embeddings and has_copy:
             count += self.embed.numel()
         linears = [self.lm_head, *(x for layer in self.layers for x in layer.linears)]
         item_size = self.dtype.itemsize

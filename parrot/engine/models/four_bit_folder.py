@@ -87,7 +87,7 @@ class FourBitFolder:
         return part.of_codes(matrix)
 
     def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
-        """How a GPU keeps those of the matrices that have codes."""
+        """The formats, on a GPU, of the matrices that have codes."""
         return {name: CodeFormat(4, self._group) for name in names if self._has_codes(name)}
 
     def _has_codes(self, name: str) -> bool:

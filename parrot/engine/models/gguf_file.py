@@ -165,7 +165,7 @@ class GGUFFile:
         return None if matrix is None else matrix.map(lambda rows: rows.to(device))
 
     def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
-        """How a GPU keeps those of the matrices that it multiplies as codes."""
+        """The formats, on a GPU, of the matrices that it multiplies as codes."""
         kinds = {name: self._tensors[_ggml_name(name)].kind for name in names}
         return {name: GPU_FORMATS[kind] for name, kind in kinds.items() if kind in GPU_FORMATS}
 

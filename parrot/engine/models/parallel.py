@@ -144,13 +144,14 @@ class Partition:
         return Part(0, first * rows, (first + num_heads) * rows, whole.num_kv_heads * rows)
 
     def _vocabulary_part(self) -> Part:
-        size, share = self.spec.vocab_size, _tokens_of_rank(self.spec, self.ranks)
+        size, share = self.spec.vocab_size, tokens_of_rank(self.spec, self.ranks.size)
         first = min(self.ranks.rank * share, size)
         return Part(0, first, min(first + share, size), size)
 
 
-def _tokens_of_rank(spec: DecoderSpec, ranks: Ranks) -> int:
-    return -(-spec.vocab_size // ranks.size)
+def tokens_of_rank(spec: DecoderSpec, num_ranks: int) -> int:
+    """The rows of the embedding and of the head on each rank, with padding."""
+    return -(-spec.vocab_size // num_ranks)
 
 
 def require_divisible(spec: DecoderSpec, size: int, source: str) -> None:
@@ -203,7 +204,7 @@ class VocabularyShard:
     def __init__(self, spec: DecoderSpec, ranks: Ranks) -> None:
         self.ranks = ranks
         self._vocab_size = spec.vocab_size
-        self._share = _tokens_of_rank(spec, ranks)
+        self._share = tokens_of_rank(spec, ranks.size)
         self.first = ranks.rank * self._share
         self.count = max(0, min(self._share, spec.vocab_size - self.first))
 

@@ -1,11 +1,11 @@
 """Random weights, for measurements and tests."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from zlib import crc32
 
 import torch
 
-from parrot.engine.models.codes import CodedMatrix
+from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.tensors import TensorPlan, is_matrix, source_shapes
 
@@ -46,6 +46,10 @@ class RandomTensors:
         """A matrix with random codes, if the checkpoint has them."""
         whole = self._coded(name, device)
         return whole if whole is None or part is None else part.of_codes(whole)
+
+    def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
+        """Empty: the configuration tells the format of random matrices."""
+        return {}
 
     def _coded(self, name: str, device: torch.device) -> CodedMatrix | None:
         if self._group is None or name not in self._matrices:

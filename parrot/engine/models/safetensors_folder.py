@@ -1,10 +1,12 @@
 """Reads the tensors of a folder of *.safetensors files."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from parrot.engine.models.codes import CodeFormat
 from parrot.engine.models.fp8 import BLOCK, Fp8Matrix
 from parrot.engine.models.parallel import Part
 from parrot.engine.models.reading import usable
@@ -67,6 +69,10 @@ class SafetensorsFolder:
             return Fp8Matrix(self._read(name, device, part), factors.flatten().contiguous())
         blocks = self._whole_blocks(scales, shape, part)
         return None if blocks is None else Fp8Matrix(self._read(name, device, part), blocks)
+
+    def gpu_formats(self, names: Iterable[str]) -> dict[str, CodeFormat]:
+        """Empty: its matrices are plain numbers, or in e4m3."""
+        return {}
 
     def _whole_blocks(
         self, scales: torch.Tensor, shape: tuple[int, ...], part: Part | None

@@ -17,7 +17,6 @@ from parrot.engine.models.spec import (
 )
 
 OWN = TensorNames()  # The decoder's own names.
-HEAD = f"{OWN.lm_head}.weight"  # The matrix that computes logits, if it is not the embedding.
 OUTPUT_SCALE = "layer_scalar"  # A layer's tensor that belongs to no module.
 _FIELDS = {getattr(OWN, x.name): x.name for x in fields(OWN)}
 
@@ -90,6 +89,11 @@ def num_matrix_weights(spec: DecoderSpec) -> int:
     """The weights of the matrices of all layers."""
     plans = tensor_plans(spec)
     return sum(prod(plans[name].shape) for name in plans if is_matrix(name))
+
+
+def head_name(spec: DecoderSpec) -> str:
+    """The decoder's name of the matrix that computes logits, which may be the embedding."""
+    return f"{OWN.embed if spec.tie_embeddings else OWN.lm_head}.weight"
 
 
 def head_shape(spec: DecoderSpec) -> tuple[int, int]:

@@ -1,10 +1,13 @@
 """Whether a model fits in the memory of its device, before it is loaded."""
 
 import logging
+from dataclasses import replace
+from math import prod
 
 import torch
 
 from parrot.engine.config import BuiltinInstance
+from parrot.engine.models.parallel import tokens_of_rank
 from parrot.engine.models.spec import DecoderSpec
 from parrot.engine.models.tensors import head_shape, num_matrix_weights, num_weights
 from parrot.engine.runner.host.copies import available_memory
@@ -30,7 +33,7 @@ def require_fit(
 
     `spec` and `sizes` are those of one rank. `matrix_bytes`: bytes of a number of
     the matrices of layers, if they are quantised. `head_bytes`: the same of the matrix that
-    computes logits."""
+    computes logits. Ranks divide its tokens, and those of the embedding."""
     layout = sizes.layout
     is_cuda = device.type == "cuda"
     if is_cuda:
@@ -39,16 +42,13 @@ def require_fit(
     else:
         free = available_memory() // instance.tensor_parallel
         where = f"{free / _GIB:.1f} GiB of CPU memory are free"
-    num_tokens, width = head_shape(spec)
-    own_size = -(-num_tokens // instance.tensor_parallel) * width
-    copies = 1 if spec.tie_embeddings else 2  # The embedding and the head, which ranks divide.
-    weights = num_weights(spec) - copies * (num_tokens * width - own_size)
-    weights *= layout.dtype.itemsize
+    own = replace(spec, vocab_size=tokens_of_rank(spec, instance.tensor_parallel))
+    weights = num_weights(own) * layout.dtype.itemsize
     takes = f"its weights take {weights / _GIB:.1f} GiB as {layout.dtype}"
     if head_bytes is not None:
         # A tied embedding also stays in the model's type.
         replaced = 0 if spec.tie_embeddings else layout.dtype.itemsize
-        weights += int(own_size * (head_bytes - replaced))
+        weights += int(prod(head_shape(own)) * (head_bytes - replaced))
     if matrix_bytes is not None:
         weights -= int(num_matrix_weights(spec) * (layout.dtype.itemsize - matrix_bytes))
     if matrix_bytes is not None or head_bytes is not None:

@@ -15,7 +15,7 @@ from parrot.engine.models.fp8 import unaligned
 from parrot.engine.models.packed import Head, Weights, code_bytes
 from parrot.engine.models.parallel import Partition
 from parrot.engine.models.quantisation import group_size, stays_e4m3
-from parrot.engine.models.tensors import HEAD, head_shape, is_matrix, products_of
+from parrot.engine.models.tensors import head_name, head_shape, is_matrix, products_of
 from parrot.utils.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -93,11 +93,12 @@ def choose_head(
 
     Raises `ConfigError` for `int8` on a device, in a type or of a width that the kernels do not
     have."""
+    spec = checkpoint.spec
     if config.instance.head_dtype == "auto":
-        may_keep = device.type == "cuda" and weights is Weights.KEPT and HEAD in checkpoint.plans
-        is_coded = may_keep and checkpoint.gpu_format(HEAD) is not None
+        may_keep = device.type == "cuda" and weights is Weights.KEPT and not spec.tie_embeddings
+        is_coded = may_keep and checkpoint.gpu_format(head_name(spec)) is not None
         return Head.KEPT if is_coded else Head.PLAIN
-    reason, (_, inputs) = _without_kernels(device, _CODES), head_shape(checkpoint.spec)
+    reason, (_, inputs) = _without_kernels(device, _CODES), head_shape(spec)
     if reason is None and dtype is not torch.bfloat16:
         reason = f"needs bfloat16, and `dtype` is {config.dtype}"
     if reason is None and CodeFormat.int8(inputs) is None:
@@ -108,11 +109,11 @@ def choose_head(
 
 
 def bytes_of_head(head: Head, checkpoint: Checkpoint) -> float | None:
-    """Bytes of a number of the matrix that computes logits; None for those of the model's type."""
+    """Bytes of a number of the head; None for a head in the model's type."""
     if head is Head.PLAIN:
         return None
     if head is Head.KEPT:
-        found = checkpoint.gpu_format(HEAD)
+        found = checkpoint.gpu_format(head_name(checkpoint.spec))
     else:
         found = CodeFormat.int8(head_shape(checkpoint.spec)[1])
     return None if found is None else code_bytes(found)

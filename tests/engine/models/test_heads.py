@@ -18,14 +18,15 @@ from parrot.engine.models.decoder import Decoder
 from parrot.engine.models.ggml_blocks import GPU_FORMATS
 from parrot.engine.models.packed import Head
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.tensors import HEAD, OWN
+from parrot.engine.models.tensors import OWN, head_name
 from parrot.engine.models.words_linear import WordsLinear, matrix_of, words_of
 from parrot.engine.runner.ranks.group import RankGroup
 from tests.support.four_bit_checkpoints import awq, quantise_folder, rounded
-from tests.support.gguf_models import Arrays, Kind, write_gguf
+from tests.support.gguf_models import Kind, untie, write_gguf
 from tests.support.rank_threads import on_ranks
 from tests.support.tiny_model import make_tiny_model
 
+HEAD = f"{OWN.lm_head}.weight"
 CPU = torch.device("cpu")
 TOKENS = torch.tensor([0, 258, 77, 64, 65, 130])
 SMALLEST = 2.0**-126  # The smallest normal number of float32 and bfloat16.
@@ -111,7 +112,7 @@ def tiny(folder: Path, *, is_tied: bool) -> Checkpoint:
 
 
 def head_of(checkpoint: Checkpoint) -> torch.Tensor:
-    return checkpoint.take(f"{OWN.embed}.weight" if checkpoint.spec.tie_embeddings else HEAD)
+    return checkpoint.take(head_name(checkpoint.spec))
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -178,9 +179,6 @@ def test_a_head_of_four_bits_is_kept(tmp_path: Path) -> None:
 def test_an_untied_head_of_a_gguf_file_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
-    def untie(stored: Arrays, _: object) -> None:
-        stored["output.weight"] = stored["token_embd.weight"][::-1].copy()
-
     path = tmp_path / "model.gguf"
     kinds = {"blk": Kind.Q8_0, "output.weight": kind}
     write_gguf(path, change=untie, kind=kinds, sizes={"hidden_size": 256})

@@ -23,7 +23,7 @@ from parrot.engine.models.codes import CodedMatrix, CodeFormat
 from parrot.engine.models.ggml_blocks import GPU_FORMATS
 from parrot.engine.models.packed import Head, Weights
 from parrot.engine.models.parallel import Partition
-from parrot.engine.models.tensors import HEAD, is_matrix, num_matrix_weights
+from parrot.engine.models.tensors import head_name, is_matrix, num_matrix_weights
 from parrot.engine.models.words_linear import WordsLinear, words_of
 from parrot.engine.runner import load
 from parrot.engine.runner import weights as module
@@ -248,6 +248,7 @@ def test_matrices_of_four_bits_are_counted_by_name(tmp_path: Path) -> None:
     assert open_checkpoint(checkpoint.source, dummy=True).gpu_formats == {}
 
 
+HEAD = head_name(LARGE.spec)
 TIED = replace(LARGE, spec=replace(LARGE.spec, tie_embeddings=True))
 
 
